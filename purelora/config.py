@@ -1,0 +1,479 @@
+"""The configuration as frozen dataclasses, validated once at the edge and trusted afterwards.
+
+Keys, units and defaults are documented in `configs/base.py`, the one place that holds defaults.
+`parse` turns nested dicts into a `Config` and reports every problem at once.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from purelora import errors
+
+Patterns = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    path: str
+    weights_dtype: Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    enabled: bool
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    target_modules: Patterns
+    exclude_modules: Patterns
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantConfig:
+    qtype: Literal["none", "int8"]
+    tile_size: int | None
+    skip: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    train: str
+    eval: str | None
+    eval_fraction: float
+    shuffle: bool
+    packing: bool
+    truncation: Literal["drop", "truncate", "raise"]
+    chat_template: str | None
+    unnested_template: Literal["raise", "last_turn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adamw", "sgd"]
+    learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"]
+    schedule_steps: int | None
+    warmup_steps: int
+    min_lr_ratio: float
+    b1: float
+    b2: float
+    eps: float
+    momentum: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int
+    fsdp: int | None
+    shard_adapters: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    save_steps: int | None
+    keep_last: int
+    resume: Literal["auto", "never", "must"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    workdir: str
+    task: Literal["sft", "pretrain"]
+    seed: int
+    steps: int | None
+    epochs: int | None
+    batch_size: int
+    accum_steps: int
+    max_length: int
+    dtype: Literal["float32", "bfloat16"]
+    scan_layers: bool
+    remat: Literal["none", "full"]
+    loss_chunk_tokens: int
+    eval_steps: int | None
+    log_steps: int
+    nan_policy: Literal["abort", "skip"]
+    sample_prompts: tuple[str, ...]
+    sample_tokens: int
+    compile_cache: str | None
+    model: ModelConfig
+    lora: LoraConfig
+    quant: QuantConfig
+    data: DataConfig
+    optim: OptimConfig
+    mesh: MeshConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of one micro-batch over all devices."""
+        return self.batch_size // self.accum_steps
+
+
+# What users of MaxText, PEFT, TRL and Axolotl write, and the key that does it here.
+FOREIGN_KEYS = {
+    "lora.lora_rank": "lora.r",
+    "lora.rank": "lora.r",
+    "lora.lora_r": "lora.r",
+    "lora.alpha": "lora.lora_alpha",
+    "lora.dropout": "lora.lora_dropout",
+    "lora.enable_lora": "lora.enabled",
+    "lora.lora_module_path": "lora.target_modules (names or a regex over Hugging Face names)",
+    "lora.lora_weight_qtype": "quant.qtype",
+    "lora.lora_tile_size": "quant.tile_size",
+    "lora.lora_restore_path": "no key yet: starting from another run's adapter is not supported",
+    "hf_lora_adapter_path": "no key yet: starting from a PEFT adapter is not supported",
+    "load_parameters_path": "model.path",
+    "load_full_state_path": "workdir with checkpoint.resume='must'",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "base_model": "model.path",
+    "tokenizer_path": "model.path (the tokenizer is read from the model)",
+    "base_output_directory": "workdir",
+    "output_dir": "workdir",
+    "run_name": "workdir",
+    "max_target_length": "max_length",
+    "max_seq_length": "max_length",
+    "sequence_len": "max_length",
+    "per_device_batch_size": "batch_size (rows per update over all devices)",
+    "per_device_train_batch_size": "batch_size (rows per update over all devices)",
+    "micro_batch_size": "batch_size and accum_steps (batch_size / accum_steps rows each)",
+    "gradient_accumulation_steps": "accum_steps",
+    "gradient_clipping_threshold": "optim.clip_norm",
+    "max_grad_norm": "optim.clip_norm",
+    "learning_rate": "optim.learning_rate",
+    "learning_rate_schedule_steps": "optim.schedule_steps",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_steps": "optim.warmup_steps",
+    "weight_decay": "optim.weight_decay",
+    "opt_type": "optim.name",
+    "optim.lr": "optim.learning_rate",
+    "remat_policy": "remat",
+    "gradient_checkpointing": "remat",
+    "weight_dtype": "model.weights_dtype",
+    "use_sft": "task",
+    "packing": "data.packing",
+    "sample_packing": "data.packing",
+    "hf_path": "data.train",
+    "dataset_path": "data.train",
+    "num_epoch": "epochs",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "checkpoint_period": "checkpoint.save_steps",
+    "save_steps": "checkpoint.save_steps",
+    "max_num_checkpoints_to_keep": "checkpoint.keep_last",
+    "save_total_limit": "checkpoint.keep_last",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "eval_interval": "eval_steps",
+    "data_shuffle_seed": "seed",
+    "init_weights_seed": "seed",
+    "ici_fsdp_parallelism": "mesh.fsdp",
+    "ici_data_parallelism": "mesh.data",
+    "dcn_data_parallelism": "mesh.data",
+    "jax_cache_dir": "compile_cache",
+}
+
+
+def parse(raw: Mapping[str, Any]) -> Config:
+    """Builds the Config from nested dicts.
+
+    Raises:
+      ConfigError: unknown or missing keys, wrong types, values out of range and keys that do not
+        fit together, all in one error. Values are only checked when names and types are right.
+    """
+    problems: list[errors.Problem] = []
+    config = _build(Config, raw, "", problems)
+    if problems:
+        raise errors.ConfigError.of(problems)
+    problems = check(config)
+    if problems:
+        raise errors.ConfigError.of(problems)
+    return config
+
+
+def field_types() -> dict[str, Any]:
+    """The type of every leaf key, by dotted name."""
+    return dict(_fields(Config, ""))
+
+
+def unknown_key(key: str) -> errors.Problem:
+    """The problem of a key that does not exist: names the key that does the same, or the nearest."""
+    if key in FOREIGN_KEYS:
+        return errors.Problem(key, None, "is not a key of purelora", f"use {FOREIGN_KEYS[key]}")
+    known = list(field_types())
+    leaf = key.rpartition(".")[2]
+    same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
+    by_leaf = {k.rpartition(".")[2]: k for k in known}
+    near_leaf = [by_leaf[k] for k in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.75)]
+    near = dict.fromkeys([*same_leaf, *difflib.get_close_matches(key, known, n=2), *near_leaf])
+    remedy = "did you mean " + " or ".join(near) + "?" if near else "configs/base.py names every key"
+    return errors.Problem(key, None, "is not a key of purelora", remedy)
+
+
+def type_problem(key: str, value: Any, annotation: Any) -> errors.Problem | None:
+    """A problem if `value` is not of the key's type."""
+    if _fits(value, annotation):
+        return None
+    return errors.Problem(key, value, f"must be {describe(annotation)}", "")
+
+
+def describe(annotation: Any) -> str:
+    """A type as a user reads it."""
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(describe(a) for a in typing.get_args(annotation))
+    if origin is tuple:
+        return "a list of strings"
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
+    return names.get(annotation, "None")
+
+
+def _fields(cls: type, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, annotation in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(annotation):
+            found += _fields(typing.cast(type, annotation), f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", annotation))
+    return found
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return any(value == option for option in typing.get_args(annotation))
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, option) for option in typing.get_args(annotation))
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is type(None):
+        return value is None
+    return isinstance(value, annotation)
+
+
+def _build(
+    cls: Callable[..., Any], raw: Mapping[str, Any], prefix: str, problems: list[errors.Problem]
+) -> Any:
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name in raw:
+        if name not in hints:
+            problems.append(unknown_key(f"{prefix}{name}"))
+    for name, annotation in hints.items():
+        key = f"{prefix}{name}"
+        if name not in raw:
+            remedy = "start the config from configs/base.py, which holds every key"
+            problems.append(errors.Problem(key, None, "is missing", remedy))
+        elif dataclasses.is_dataclass(annotation):
+            if isinstance(raw[name], Mapping):
+                nested = _build(typing.cast(type, annotation), raw[name], f"{key}.", problems)
+                values[name] = nested
+            else:
+                problems.append(errors.Problem(key, raw[name], "must be a section of keys", ""))
+        else:
+            problem = type_problem(key, raw[name], annotation)
+            if problem:
+                problems.append(problem)
+            values[name] = _normal(raw[name], annotation)
+    return None if problems else cls(**values)
+
+
+def _normal(value: Any, annotation: Any) -> Any:
+    """Lists become tuples, and whole numbers floats where the key is a float."""
+    if isinstance(value, list):
+        return tuple(value)
+    options = typing.get_args(annotation) or (annotation,)
+    if isinstance(value, int) and not isinstance(value, bool) and float in options:
+        return float(value)
+    return value
+
+
+def check(config: Config) -> list[errors.Problem]:
+    """All values out of range and all keys that do not fit together."""
+    found = [*_ranges(config), *_combinations(config)]
+    return [errors.Problem(key, value, what, remedy) for key, value, what, remedy in found]
+
+
+_Found = tuple[str, Any, str, str]
+
+
+def _ranges(c: Config) -> list[_Found]:
+    at_least_1 = {
+        "batch_size": c.batch_size,
+        "accum_steps": c.accum_steps,
+        "loss_chunk_tokens": c.loss_chunk_tokens,
+        "log_steps": c.log_steps,
+        "sample_tokens": c.sample_tokens,
+        "steps": c.steps,
+        "epochs": c.epochs,
+        "eval_steps": c.eval_steps,
+        "quant.tile_size": c.quant.tile_size,
+        "optim.schedule_steps": c.optim.schedule_steps,
+        "mesh.data": c.mesh.data,
+        "mesh.fsdp": c.mesh.fsdp,
+        "checkpoint.save_steps": c.checkpoint.save_steps,
+        "checkpoint.keep_last": c.checkpoint.keep_last,
+    }
+    found: list[_Found] = [
+        (key, value, "must be at least 1", "")
+        for key, value in at_least_1.items()
+        if value is not None and value < 1
+    ]
+    if c.max_length < 2:
+        found.append(("max_length", c.max_length, "must be at least 2", ""))
+    if not 0 <= c.seed < 2**32:
+        found.append(("seed", c.seed, "must be from 0 to 4294967295", ""))
+    if not c.workdir:
+        found.append(("workdir", c.workdir, "is empty", "name the folder that the run writes to"))
+    if not c.model.path:
+        found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
+    return found + _fractions(c) + _optim_ranges(c.optim)
+
+
+def _fractions(c: Config) -> list[_Found]:
+    zero_to_one = {
+        "lora.lora_dropout": c.lora.lora_dropout,
+        "data.eval_fraction": c.data.eval_fraction,
+        "optim.b1": c.optim.b1,
+        "optim.b2": c.optim.b2,
+        "optim.momentum": c.optim.momentum,
+    }
+    found: list[_Found] = [
+        (key, value, "must be at least 0 and below 1", "")
+        for key, value in zero_to_one.items()
+        if not 0 <= value < 1
+    ]
+    if not 0 <= c.optim.min_lr_ratio <= 1:
+        found.append(("optim.min_lr_ratio", c.optim.min_lr_ratio, "must be from 0 to 1", ""))
+    return found
+
+
+def _optim_ranges(o: OptimConfig) -> list[_Found]:
+    found: list[_Found] = []
+    positive = {
+        "optim.learning_rate": o.learning_rate,
+        "optim.eps": o.eps,
+        "optim.clip_norm": o.clip_norm,
+    }
+    for key, value in positive.items():
+        # The comparison is written so that NaN fails it.
+        if value is not None and not 0 < value < float("inf"):
+            found.append((key, value, "must be a number above 0", ""))
+    if not 0 <= o.weight_decay < float("inf"):
+        found.append(("optim.weight_decay", o.weight_decay, "must be at least 0", ""))
+    if o.warmup_steps < 0:
+        found.append(("optim.warmup_steps", o.warmup_steps, "must be at least 0", ""))
+    return found
+
+
+def _combinations(c: Config) -> list[_Found]:
+    found: list[_Found] = []
+    if (c.steps is None) == (c.epochs is None):
+        both = "are both set" if c.steps is not None else "are both None"
+        found.append(("steps, epochs", (c.steps, c.epochs), both, "set exactly one of them"))
+    if c.accum_steps >= 1 and c.batch_size % c.accum_steps:
+        what = f"is not a multiple of accum_steps = {c.accum_steps}"
+        low = c.batch_size - c.batch_size % c.accum_steps
+        near = [n for n in (low, low + c.accum_steps) if n > 0]
+        found.append(("batch_size", c.batch_size, what, f"use {' or '.join(map(str, near))}"))
+    if c.lora.enabled:
+        found += _lora_problems(c.lora)
+    elif c.quant.qtype != "none":
+        found.append((
+            "quant.qtype", c.quant.qtype, "quantises the base, but lora.enabled=False trains it",
+            "set quant.qtype='none', or lora.enabled=True",
+        ))
+    if not c.lora.enabled and c.model.weights_dtype != "float32":
+        found.append((
+            "model.weights_dtype", c.model.weights_dtype,
+            "would train all weights in less than float32, where small updates round away",
+            "set it to 'float32'; dtype='bfloat16' still computes in bfloat16",
+        ))
+    if c.quant.qtype == "none" and c.quant.tile_size is not None:
+        found.append((
+            "quant.tile_size", c.quant.tile_size, "has no effect with quant.qtype='none'",
+            "set quant.qtype='int8', or leave tile_size out",
+        ))
+    if c.data.eval is not None and c.data.eval_fraction > 0:
+        found.append((
+            "data.eval_fraction", c.data.eval_fraction, "and data.eval are both set",
+            "set data.eval_fraction=0, or leave data.eval out",
+        ))
+    if c.eval_steps is not None and c.data.eval is None and c.data.eval_fraction == 0:
+        found.append((
+            "eval_steps", c.eval_steps, "is set, but there is no eval data",
+            "set data.eval or data.eval_fraction",
+        ))
+    if c.optim.name == "adamw" and c.optim.momentum:
+        found.append((
+            "optim.momentum", c.optim.momentum, "has no effect with optim.name='adamw'",
+            "set it to 0, or use optim.b1",
+        ))
+    limit = c.optim.schedule_steps or c.steps
+    if limit is not None and c.optim.warmup_steps > limit:
+        found.append((
+            "optim.warmup_steps", c.optim.warmup_steps, f"is more than the {limit} steps there are",
+            "the learning rate would never reach optim.learning_rate",
+        ))
+    return found
+
+
+def _lora_problems(lora: LoraConfig) -> list[_Found]:
+    found: list[_Found] = []
+    if lora.r < 1:
+        found.append(("lora.r", lora.r, "must be at least 1 with LoRA on", "8 and 16 are usual"))
+    if not 0 < lora.lora_alpha < float("inf"):
+        what = "makes the scaling alpha / r zero or not a number, so nothing would train"
+        found.append(("lora.lora_alpha", lora.lora_alpha, what, "2 · r is usual"))
+    if not lora.target_modules:
+        found.append((
+            "lora.target_modules", lora.target_modules, "is empty",
+            "use 'all-linear', a list of module names or a regex",
+        ))
+    return found
+
+
+def as_flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf key with its value, for the log and the checkpoint."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat.update(as_flat(value, f"{prefix}{field.name}."))
+        else:
+            flat[f"{prefix}{field.name}"] = value
+    return flat
+
+
+# Settings that may differ between a run and its continuation.
+RESUMABLE: Sequence[str] = (
+    "workdir",
+    "steps",
+    "epochs",
+    "eval_steps",
+    "log_steps",
+    "nan_policy",
+    "sample_prompts",
+    "sample_tokens",
+    "compile_cache",
+    "scan_layers",
+    "remat",
+    "loss_chunk_tokens",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.shard_adapters",
+    "checkpoint.save_steps",
+    "checkpoint.keep_last",
+    "checkpoint.resume",
+)

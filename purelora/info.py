@@ -1,0 +1,81 @@
+"""ParamInfo: one parameter declared once, from which every other tree is derived.
+
+Abstract values, PartitionSpecs, random initial values, the quantised layout and the shapes of the
+adapters all come from the shape, dtype and logical axes that stand here.
+"""
+
+import dataclasses
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purelora import tree as trees
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInfo:
+    """A parameter without its values.
+
+    Attributes:
+      shape: full (unsharded) shape; stacks lead with their layer axis.
+      dtype: name of the dtype it is stored in.
+      axes: logical axis of each dimension, None for one that is never sharded.
+      init: `normal`, `zeros`, `ones` or `he_uniform`.
+      contracting: the dimension, counted from the end, that a matmul with this parameter sums
+        over; None for vectors. Everything with a contracting dimension can be quantised.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    init: str = "normal"
+    contracting: int | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.contracting is not None
+
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+
+def initial(info: ParamInfo, *, key: jax.Array) -> jax.Array:
+    """Random or constant initial values of one parameter.
+
+    `normal` has variance 1 / fan_in. `he_uniform` is uniform on ±sqrt(6 / fan_in) as in qwix's
+    `lora_a` (fan_in is the contracting dimension). Every element has its own draw, so the layers of
+    a stack differ.
+    """
+    dtype = jnp.dtype(info.dtype)
+    if info.init == "zeros":
+        return jnp.zeros(info.shape, dtype)
+    if info.init == "ones":
+        return jnp.ones(info.shape, dtype)
+    fan_in = info.shape[info.contracting if info.contracting is not None else -1]
+    if info.init == "normal":
+        return (jax.random.normal(key, info.shape) / math.sqrt(fan_in)).astype(dtype)
+    if info.init == "he_uniform":
+        limit = math.sqrt(6 / fan_in)
+        return jax.random.uniform(key, info.shape, minval=-limit, maxval=limit).astype(dtype)
+    raise ValueError(f"unknown init {info.init!r}")
+
+
+def initial_tree(infos: trees.Tree, *, key: jax.Array) -> trees.Tree:
+    """Initial values of a tree of infos; each leaf's key is folded from its path.
+
+    A leaf's values therefore do not depend on which other leaves there are.
+    """
+    flat = trees.flatten(infos)
+    return trees.unflatten({p: initial(i, key=path_key(key, p)) for p, i in flat.items()})
+
+
+def path_key(key: jax.Array, path: str) -> jax.Array:
+    """`key` folded with a path, the same on every machine and Python run."""
+    return jax.random.fold_in(key, np.uint32(zlib.crc32(path.encode())))

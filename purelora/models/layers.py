@@ -1,0 +1,199 @@
+"""The layers that the families share.
+
+Einsum letters, here and everywhere:
+  B batch (rows)      T query position   S key position
+  N query heads       K kv heads         G query heads per kv head (N = K·G)
+  H head dim          D embed            F mlp
+  V vocab             E experts          L layers
+  R rank              M micro-batches
+A name carries the letters of its dimensions: `x_BTD`, `logits_BTV`.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purelora import lora, params, quant
+from purelora import tree as trees
+
+# Large and negative, but finite: a row that may see nothing then gets a uniform softmax, not NaN.
+MASKED = -1e30
+
+
+class Inputs(NamedTuple):
+    """What a forward pass reads, each `[B, T]` int32.
+
+    Attributes:
+      tokens_BT: token ids.
+      positions_BT: position of each token in its own document.
+      segment_ids_BT: which document of the row a token belongs to; 0 is padding.
+    """
+
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    segment_ids_BT: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["key", "rows_B"], meta_fields=["rate"]
+)
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Dropout on the input of the adapters.
+
+    Attributes:
+      key: folded from seed, step and layer.
+      rows_B: number of each row within the global batch, so that masks do not depend on the mesh.
+      rate: probability of dropping an element.
+    """
+
+    key: jax.Array
+    rows_B: jax.Array
+    rate: float
+
+    def __call__(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        """Drops elements of `x` with a mask of its own for each row and module `name`."""
+        key = jax.random.fold_in(self.key, np.uint32(zlib.crc32(name.encode())))
+
+        def keep_row(row: jax.Array) -> jax.Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, row), 1 - self.rate, x_BTD.shape[1:])
+
+        kept = jax.vmap(keep_row)(self.rows_B)
+        return jnp.where(kept, x_BTD / jnp.asarray(1 - self.rate, x_BTD.dtype), 0)
+
+    def for_layer(self, index: jax.Array) -> "Dropout":
+        return dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
+
+
+def linear(x: jax.Array, module: params.Module, dropout: Dropout | None = None) -> jax.Array:
+    """`x W + b + scaling · (x A) B`, in the dtype of `x`."""
+    if module.frozen:
+        y = quant.frozen_dot(x, module.weight, module.gather, module.contracting)
+    else:
+        y = quant.dot(x, module.gather(module.weight), module.contracting)
+    if module.bias is not None:
+        y = y + jnp.broadcast_to(module.bias.astype(y.dtype), y.shape)
+    return add_adapter(y, x, module, dropout)
+
+
+def add_adapter(
+    y: jax.Array, x: jax.Array, module: params.Module, dropout: Dropout | None = None
+) -> jax.Array:
+    """`y + scaling · (x A) B`; just `y` where the module has no adapters."""
+    if module.lora_a is None:
+        return y
+    if dropout is not None:
+        x = dropout(x, module.name)
+    return y + lora.delta(x, module.lora_a, module.lora_b, module.scaling)
+
+
+def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the embedding table, `[B, T, D]`."""
+    return quant.take_rows(module.gather(module.weight), tokens_BT, dtype)
+
+
+def rms_norm(x: jax.Array, module: params.Module, eps: float) -> jax.Array:
+    """Root mean square norm in float32 (Zhang and Sennrich 2019), scaled by the weight."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    weight = module.weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (normed * weight).astype(x.dtype)
+
+
+def rope_angles(
+    positions_BT: jax.Array, inv_freq: np.ndarray, attention_factor: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[B, T, 1, H/2]` of the rotary angles, in float32.
+
+    bfloat16 cannot hold 257, so positions stay float32 until after the sine.
+    """
+    angles = positions_BT.astype(jnp.float32)[..., None] * inv_freq.astype(np.float32)[None, None]
+    angles = angles[:, :, None, :]
+    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+
+
+def rope(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the two halves of each head (Su et al. 2021, in the half-split layout)."""
+    cos, sin = (a.astype(x_BTNH.dtype) for a in angles)
+    first, second = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def segment_mask(segment_ids_BT: jax.Array) -> jax.Array:
+    """`[B, T, S]`: causal inside each segment, nothing across a border.
+
+    A padding query (segment 0) sees the other padding of its row, so its softmax is finite; no real
+    query sees padding.
+    """
+    same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    length = segment_ids_BT.shape[1]
+    causal = np.tril(np.ones((1, length, length), bool))
+    return same & causal
+
+
+def cache_mask(positions_BT: jax.Array, length: int) -> jax.Array:
+    """`[B, T, S]` for a cache of `length` slots, slot s holding position s: s <= position."""
+    return jnp.arange(length)[None, None, :] <= positions_BT[:, :, None]
+
+
+def attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, *, scale: float
+) -> jax.Array:
+    """Grouped-query softmax attention, `[B, T, N, H]`; scores and softmax in float32."""
+    q = einops.rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
+    scores = jnp.einsum("BKGTH,BSKH->BKGTS", q, k_BSKH, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask_BTS[:, None, None], scores * scale, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    out = jnp.einsum("BKGTS,BSKH->BKGTH", weights, v_BSKH)
+    return einops.rearrange(out, "B K G T H -> B T (K G) H")
+
+
+def gated_mlp(
+    x_BTD: jax.Array,
+    mlp: trees.Tree,
+    activation: Callable[[jax.Array], jax.Array],
+    dropout: Dropout | None,
+) -> jax.Array:
+    """`down(activation(gate(x)) · up(x))` (Shazeer 2020)."""
+    gate_BTF = linear(x_BTD, mlp["gate_proj"], dropout)
+    up_BTF = linear(x_BTD, mlp["up_proj"], dropout)
+    return linear(activation(gate_BTF) * up_BTF, mlp["down_proj"], dropout)
+
+
+def run_stack(
+    block: Callable[..., tuple[jax.Array, Any]],
+    x_BTD: jax.Array,
+    stack: Any,
+    *,
+    scan: bool,
+    remat: bool,
+) -> tuple[jax.Array, Any]:
+    """Runs `x, out = block(x, layer)` over a stack, scanned or unrolled.
+
+    Args:
+      block: one layer. What it closes over must not depend on the layer.
+      x_BTD: the activations.
+      stack: pytree whose arrays lead with the layer axis.
+      scan: one compiled body for all layers, or every layer compiled by itself.
+      remat: recompute each layer in the backward pass instead of saving what is inside it.
+
+    Returns:
+      The activations and the stacked `out`s.
+    """
+    if remat:
+        # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
+        block = jax.checkpoint(block, prevent_cse=not scan)
+    if scan:
+        return jax.lax.scan(block, x_BTD, stack)
+    outs = []
+    for index in range(jax.tree.leaves(stack)[0].shape[0]):
+        x_BTD, out = block(x_BTD, params.layer(stack, index))
+        outs.append(out)
+    return x_BTD, jax.tree.map(lambda *layers: jnp.stack(layers), *outs)

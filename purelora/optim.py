@@ -1,0 +1,72 @@
+"""Optimiser and learning-rate schedule.
+
+The transformation holds no learning rate: the schedule is a function of the state's own `step`,
+which counts consumed global batches, and multiplies the update in the step.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from purelora import config, info
+from purelora import tree as trees
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def schedule(cfg: config.OptimConfig, total_steps: int) -> Schedule:
+    """Learning rate as a function of `step` (0 for the first update).
+
+    Warm-up is linear from `learning_rate / warmup_steps` at step 0 to `learning_rate` at step
+    `warmup_steps - 1`; then `constant`, or `linear` or `cosine` down to
+    `min_lr_ratio · learning_rate` at `total_steps`, and constant afterwards.
+    """
+    warmup, span = cfg.warmup_steps, max(total_steps - cfg.warmup_steps, 1)
+
+    def rate(step: jax.Array) -> jax.Array:
+        step = step.astype(jnp.float32)
+        done = jnp.clip((step - warmup) / span, 0.0, 1.0)
+        if cfg.schedule == "constant":
+            decay = jnp.ones_like(done)
+        elif cfg.schedule == "linear":
+            decay = 1.0 - done
+        else:
+            decay = 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+        decayed = cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * decay
+        warm = (step + 1.0) / max(warmup, 1)
+        return cfg.learning_rate * jnp.where(step < warmup, warm, decayed)
+
+    return rate
+
+
+def transformation(
+    cfg: config.OptimConfig, decayed: Mapping[str, object]
+) -> optax.GradientTransformation:
+    """Clipping, AdamW or SGD, and decoupled weight decay; everything but the learning rate.
+
+    Args:
+      cfg: the optimiser's settings.
+      decayed: tree of booleans parallel to the trained tree: which leaves weight decay applies to.
+    """
+    parts = [optax.identity()]
+    if cfg.clip_norm is not None:
+        parts.append(optax.clip_by_global_norm(cfg.clip_norm))
+    if cfg.name == "adamw":
+        parts.append(optax.scale_by_adam(b1=cfg.b1, b2=cfg.b2, eps=cfg.eps))
+    elif cfg.momentum:
+        parts.append(optax.trace(decay=cfg.momentum))
+    if cfg.weight_decay:
+        parts.append(optax.add_decayed_weights(cfg.weight_decay, mask=decayed))
+    return optax.chain(*parts)
+
+
+def decayed_leaves(infos: trees.Tree) -> trees.Tree:
+    """Weight decay applies to matrices and adapters, not to norms and biases."""
+    flat = trees.flatten(infos)
+    return trees.unflatten({path: _is_matrix(leaf) for path, leaf in flat.items()})
+
+
+def _is_matrix(leaf: info.ParamInfo) -> bool:
+    return leaf.is_matrix

@@ -1,0 +1,116 @@
+"""The parameters as a model sees them: base, adapters and gathers joined, one `Module` a place.
+
+`bind` is called at the start of a forward pass, inside the differentiated function. What it returns
+is a pytree: `lax.scan` over it slices every array of a stack and leaves the static fields alone, and
+indexing it by `layer` does the same for one layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purelora import info, lora, quant
+from purelora import tree as trees
+
+
+def whole(weight: quant.Weight) -> quant.Weight:
+    """The gather of a weight that is not sharded: the identity."""
+    return weight
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "bias", "lora_a", "lora_b", "scaling"],
+    meta_fields=["name", "gather", "contracting", "frozen"],
+)
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """The parameters of one place in the model.
+
+    Attributes:
+      weight: this device's shard of the weight; a quantised one is a QArray.
+      bias: `[N]`, or None.
+      lora_a, lora_b: the adapters, or None.
+      scaling: factor of the adapter's output, one a layer, or None.
+      name: tree path of the module.
+      gather: makes a shard of the weight whole.
+      contracting: dimension of the weight that a matmul sums over.
+      frozen: whether the weight is not trained, so that no gradient of it is formed.
+    """
+
+    weight: Any
+    bias: jax.Array | None
+    lora_a: jax.Array | None
+    lora_b: jax.Array | None
+    scaling: jax.Array | None
+    name: str
+    gather: quant.Gather
+    contracting: int
+    frozen: bool
+
+
+def bind(
+    base: Mapping[str, Any],
+    trainable: Mapping[str, Any],
+    *,
+    infos: Mapping[str, info.ParamInfo],
+    targets: Mapping[str, lora.Target],
+    gathers: Mapping[str, quant.Gather],
+) -> trees.Tree:
+    """Joins the frozen and the trainable tree into one tree of `Module`s.
+
+    Args:
+      base: frozen leaves.
+      trainable: trained leaves; adapters or weights, never a path that `base` has.
+      infos: flat declarations of the unquantised weights.
+      targets: the adapters by module path.
+      gathers: how to make the sharded leaves whole, by leaf path; the others are whole.
+    """
+    trained = trees.flatten(trainable)
+    leaves = {**trees.flatten(base), **trained}
+    modules: dict[str, Module] = {}
+    for path in dict.fromkeys(leaf.rpartition(".")[0] for leaf in leaves):
+        weight = f"{path}.weight"
+        modules[path] = Module(
+            weight=leaves.get(weight),
+            bias=leaves.get(f"{path}.bias"),
+            **_adapter(path, leaves, infos, targets),
+            name=path,
+            gather=gathers.get(weight, whole),
+            contracting=infos[weight].contracting or -1 if weight in infos else -1,
+            frozen=weight not in trained,
+        )
+    return trees.unflatten(modules)
+
+
+def _adapter(
+    path: str,
+    leaves: Mapping[str, Any],
+    infos: Mapping[str, info.ParamInfo],
+    targets: Mapping[str, lora.Target],
+) -> dict[str, jax.Array | None]:
+    """`lora_a`, `lora_b` and `scaling` of one module, spread over its stack."""
+    if path not in targets:
+        return {"lora_a": None, "lora_b": None, "scaling": None}
+    target = targets[path]
+    a, b = leaves[f"{path}.lora_a"], leaves[f"{path}.lora_b"]
+    if not target.layers:
+        return {"lora_a": a, "lora_b": b, "scaling": jnp.float32(target.scaling)}
+    size = infos[f"{path}.weight"].shape[0]
+    scaling = np.zeros(size, np.float32)
+    scaling[list(target.layers)] = target.scaling
+    return {
+        "lora_a": lora.expand(a, target.layers, size),
+        "lora_b": lora.expand(b, target.layers, size),
+        "scaling": jnp.asarray(scaling),
+    }
+
+
+def layer(stack: trees.Tree, index: int) -> trees.Tree:
+    """One layer of a stack of bound modules."""
+    return jax.tree.map(lambda array: array[index], stack)

@@ -1,0 +1,208 @@
+"""The train step and the eval step, as pure functions compiled once.
+
+    jit  ─ shard_map ─ scan over micro-batches ─ value_and_grad(forward)     sums of loss and gradient
+         │           └ one psum of everything
+         └ optax update, kept only if the batch was good
+
+`forward` is an argument: this module knows no model. Losses and gradients travel as sums beside the
+sum of token weights, and are divided once. The base is an argument of `forward` that is never
+differentiated, donated or returned.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from purelora import optim, specs, state
+from purelora import tree as trees
+
+
+class Batch(NamedTuple):
+    """One global batch in M micro-batches, each array `[M, B, T]`.
+
+    Attributes:
+      tokens: int32 ids.
+      targets: int32 ids to predict.
+      weights: float32 weight of each target; 0 leaves it out.
+      segment_ids: int32 document of each token in its row; 0 is padding.
+      positions: int32 position of each token in its document.
+    """
+
+    tokens: Any
+    targets: Any
+    weights: Any
+    segment_ids: Any
+    positions: Any
+
+
+class Forward(Protocol):
+    """Sum of the weighted token losses of one micro-batch."""
+
+    def __call__(
+        self,
+        trainable: trees.Tree,
+        base: trees.Tree,
+        batch: Batch,
+        *,
+        key: jax.Array | None,
+        rows_B: jax.Array,
+    ) -> jax.Array:
+        """`batch` is `[B, T]` here; `key` is None outside training; `rows_B` numbers the rows."""
+        ...
+
+
+class Metrics(NamedTuple):
+    """What one step says of itself, float32 scalars.
+
+    Attributes:
+      loss_sum: weighted sum of the token losses.
+      weight_sum: sum of the token weights.
+      grad_norm: global norm of the mean gradient, before clipping.
+      learning_rate: the rate of this step.
+      applied: 1 if the update was made, 0 if the batch was skipped.
+    """
+
+    loss_sum: jax.Array
+    weight_sum: jax.Array
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+    applied: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything lies: the mesh and the specs of the trained tree, the base and the state."""
+
+    mesh: Mesh
+    trainable: trees.Tree
+    base: trees.Tree
+    state: Any
+
+
+def make_train_step(
+    forward: Forward,
+    tx: optax.GradientTransformation,
+    schedule: optim.Schedule,
+    layout: Layout,
+) -> Callable[[state.TrainState, trees.Tree, Batch], tuple[state.TrainState, Metrics]]:
+    """The compiled step `(state, base, batch) -> (state, metrics)`; the old state is donated."""
+    sums = specs.shard_step(
+        _local_sums(forward, specs.gradient_paths(layout.trainable)),
+        layout.mesh,
+        in_specs=(layout.trainable, layout.base, specs.BATCH_SPEC, P()),
+        out_specs=(P(), P(), layout.trainable),
+    )
+
+    def train_step(
+        old: state.TrainState, base: trees.Tree, batch: Batch
+    ) -> tuple[state.TrainState, Metrics]:
+        key = jax.random.fold_in(old.key, old.step)
+        loss_sum, weight_sum, grads = sums(old.trainable, base, batch, key)
+        return update(old, loss_sum, weight_sum, grads, tx, schedule)
+
+    placed = specs.shardings(
+        (layout.state, layout.base, specs.BATCH_SPEC), layout.mesh
+    )
+    out = (placed[0], specs.replicated(layout.mesh))
+    return jax.jit(train_step, in_shardings=placed, out_shardings=out, donate_argnums=0)
+
+
+def update(
+    old: state.TrainState,
+    loss_sum: jax.Array,
+    weight_sum: jax.Array,
+    grad_sums: trees.Tree,
+    tx: optax.GradientTransformation,
+    schedule: optim.Schedule,
+) -> tuple[state.TrainState, Metrics]:
+    """One optimiser update from sums; a batch that is empty or not finite changes nothing but `step`.
+
+    The choice is made inside the compiled step, so the state that comes out is always a good one.
+    """
+    grads = jax.tree.map(lambda g: g / jnp.maximum(weight_sum, 1e-9).astype(g.dtype), grad_sums)
+    grad_norm = optax.tree_utils.tree_norm(grads)
+    good = (weight_sum > 0) & jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
+    rate = schedule(old.step)
+
+    updates, opt_state = tx.update(grads, old.opt_state, old.trainable)
+    moved = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), old.trainable, updates)
+    trainable, opt_state = jax.tree.map(
+        lambda new, kept: jnp.where(good, new, kept),
+        (moved, opt_state),
+        (old.trainable, old.opt_state),
+    )
+    applied = good.astype(jnp.int32)
+    new = state.TrainState(trainable, opt_state, old.step + 1, old.updates + applied, old.key)
+    return new, Metrics(loss_sum, weight_sum, grad_norm, rate, applied.astype(jnp.float32))
+
+
+def make_eval_step(
+    forward: Forward, layout: Layout
+) -> Callable[[trees.Tree, trees.Tree, Batch], tuple[jax.Array, jax.Array]]:
+    """The compiled `(trainable, base, batch) -> (loss_sum, weight_sum)`; nothing is donated."""
+    paths = specs.gradient_paths(layout.trainable)
+
+    def local(
+        trainable: trees.Tree, base: trees.Tree, batch: Batch
+    ) -> tuple[jax.Array, jax.Array]:
+        entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
+
+        def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            index, rows = xs
+            loss = forward(entered, base, rows, key=None, rows_B=_row_numbers(index, rows))
+            return jax.tree.map(jnp.add, carry, (loss, rows.weights.sum())), None
+
+        zeros = specs.varying((jnp.float32(0), jnp.float32(0)))
+        total, _ = jax.lax.scan(micro, zeros, _numbered(batch))
+        return specs.psum(total)
+
+    in_specs = (layout.trainable, layout.base, specs.BATCH_SPEC)
+    sharded = specs.shard_step(local, layout.mesh, in_specs=in_specs, out_specs=(P(), P()))
+    return jax.jit(
+        sharded,
+        in_shardings=specs.shardings(in_specs, layout.mesh),
+        out_shardings=specs.replicated(layout.mesh),
+    )
+
+
+def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Any]:
+    """Loss, weight and gradient sums over all micro-batches and devices, on this device's shards.
+
+    The gradients are local in the loop and reduced once after it: see `specs.GradientPath`.
+    """
+
+    def local(
+        trainable: trees.Tree, base: trees.Tree, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, trees.Tree]:
+        entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
+
+        def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            index, rows = xs
+            loss, grads = jax.value_and_grad(forward)(
+                entered, base, rows, key=key, rows_B=_row_numbers(index, rows)
+            )
+            return jax.tree.map(jnp.add, carry, (loss, rows.weights.sum(), grads)), None
+
+        scalars = specs.varying((jnp.float32(0), jnp.float32(0)))
+        zeros = jax.tree.map(jnp.zeros_like, entered)
+        (loss, weight, grads), _ = jax.lax.scan(micro, (*scalars, zeros), _numbered(batch))
+        grads = trees.map_leaves(lambda path, grad: path.leave(grad), paths, grads)
+        return specs.psum(loss), specs.psum(weight), grads
+
+    return local
+
+
+def _numbered(batch: Batch) -> tuple[jax.Array, Batch]:
+    return jnp.arange(batch.tokens.shape[0]), batch
+
+
+def _row_numbers(index: jax.Array, rows: Batch) -> jax.Array:
+    """Number of each row within the global batch, whatever the mesh."""
+    count = rows.tokens.shape[0]
+    return index * specs.rows_of_micro_batch(count) + specs.first_row(count) + jnp.arange(count)

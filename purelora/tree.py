@@ -1,0 +1,87 @@
+"""Parameter trees: nested dicts whose leaves are anything but dicts.
+
+A leaf may be an array, a `qwix.QArray`, a `ParamInfo` or a PartitionSpec: the functions here walk
+dicts only, so one path names the same parameter in every parallel tree. Paths are dotted
+(`layers.self_attn.q_proj.weight`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+Tree = dict[str, Any]
+
+_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{'a': {'b': 1}}` -> `{'a.b': 1}`, in the tree's own order."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> Tree:
+    """`{'a.b': 1}` -> `{'a': {'b': 1}}`: the inverse of `flatten`."""
+    tree: Tree = {}
+    for path, value in flat.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def combine(*trees: Mapping[str, Any]) -> Tree:
+    """One tree with the leaves of all `trees`. Raises ValueError when two hold the same path."""
+    flat: dict[str, Any] = {}
+    for tree in trees:
+        for path, value in flatten(tree).items():
+            if path in flat:
+                raise ValueError(f"{path} is in more than one of the combined trees")
+            flat[path] = value
+    return unflatten(flat)
+
+
+def map_leaves(function: Callable[..., Any], tree: Mapping[str, Any], *rest: Any) -> Tree:
+    """Applies `function` to each dict-leaf (a QArray counts as one leaf) of parallel trees.
+
+    Raises:
+      ValueError: the trees do not have the same paths.
+    """
+    flats = [flatten(other) for other in rest]
+    first = flatten(tree)
+    for other in flats:
+        if other.keys() != first.keys():
+            raise ValueError(f"trees differ at {sorted(other.keys() ^ first.keys())[:5]}")
+    return unflatten(
+        {p: function(leaf, *(other[p] for other in flats)) for p, leaf in first.items()}
+    )
+
+
+def leaf_bytes(array: Any) -> int:
+    """Bytes of one array (or anything with shape and dtype), by bits: four for an int4 element."""
+    bits = _BITS.get(np.dtype(array.dtype).name, np.dtype(array.dtype).itemsize * 8)
+    return -(-int(np.prod(array.shape, dtype=np.int64)) * bits // 8)
+
+
+def bytes_by_dtype(tree: Any) -> dict[str, int]:
+    """Total bytes of a tree's arrays for each dtype name, largest first."""
+    totals: dict[str, int] = {}
+    for array in jax.tree.leaves(tree):
+        name = np.dtype(array.dtype).name
+        totals[name] = totals.get(name, 0) + leaf_bytes(array)
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def count(tree: Any) -> int:
+    """Number of elements of all arrays in `tree`."""
+    return sum(int(np.prod(a.shape, dtype=np.int64)) for a in jax.tree.leaves(tree))

@@ -5,6 +5,7 @@ Keys, units and defaults are documented in `configs/base.py`, the one place that
 """
 
 import dataclasses
+import datetime
 import difflib
 import types
 import typing
@@ -46,8 +47,9 @@ class DataConfig:
     eval_fraction: float
     shuffle: bool
     packing: bool
-    truncation: Literal["drop", "truncate", "raise"]
+    too_long: Literal["drop", "truncate", "raise"]
     chat_template: str | None
+    template_date: str
     unnested_template: Literal["raise", "last_turn"]
 
 
@@ -158,6 +160,8 @@ FOREIGN_KEYS = {
     "weight_dtype": "model.weights_dtype",
     "use_sft": "task",
     "packing": "data.packing",
+    "data.truncation": "data.too_long",
+    "excess_length_strategy": "data.too_long",
     "sample_packing": "data.packing",
     "hf_path": "data.train",
     "dataset_path": "data.train",
@@ -338,7 +342,15 @@ def _ranges(c: Config) -> list[_Found]:
         found.append(("workdir", c.workdir, "is empty", "name the folder that the run writes to"))
     if not c.model.path:
         found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
-    return found + _fractions(c) + _optim_ranges(c.optim)
+    return found + _fractions(c) + _date_problem(c.data.template_date) + _optim_ranges(c.optim)
+
+
+def _date_problem(date: str) -> list[_Found]:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        return [("data.template_date", date, "is not a date", "write it as 2026-01-31")]
+    return []
 
 
 def _fractions(c: Config) -> list[_Found]:

@@ -144,11 +144,18 @@ def _unmatched(
             key,
             entry if isinstance(entry, str) else entry[0],
             "matches no linear module of this model",
-            _offer(names),
+            _remedy(entry, names),
         )
         for entry in entries
         if not any(matches(entry, name) for name in names)
     ]
+
+
+def _remedy(entry: str | Sequence[str], names: Sequence[str]) -> str:
+    """What else to write; a lone module name where a regex is expected is the usual slip."""
+    if isinstance(entry, str) and any(matches([entry], name) for name in names):
+        return f"a string is a regex for the whole name ({names[0]}); for a name write [{entry!r}]"
+    return _offer(names)
 
 
 def _offer(names: Sequence[str]) -> str:

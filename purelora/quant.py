@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 
+from purelora import errors
 from purelora import info as infos_lib
 from purelora import tree as trees
 
@@ -37,6 +38,26 @@ def is_skipped(path: str, skip: Sequence[str]) -> bool:
     `embed_tokens` skips `embed_tokens.weight`, `mlp\\.(up|down)_proj` skips those two in all layers.
     """
     return any(re.search(rf"(^|\.)(?:{pattern})(\.|$)", path) for pattern in skip)
+
+
+def check_skip(paths: Sequence[str], skip: Sequence[str]) -> None:
+    """Raises ConfigError for a pattern of `quant.skip` that is no regex or names no weight.
+
+    `lm_head` may always be named: a tied model has none of its own.
+    """
+    problems = []
+    for pattern in skip:
+        try:
+            known = any(is_skipped(path, [pattern]) for path in [*paths, "lm_head.weight"])
+            what = "names no weight of this model"
+        except re.error as error:
+            known, what = False, f"is not a regular expression: {error}"
+        if not known:
+            names = dict.fromkeys(path.split(".")[-2] for path in paths)
+            remedy = f"it has {', '.join(names)}"
+            problems.append(errors.Problem("quant.skip", pattern, what, remedy))
+    if problems:
+        raise errors.ConfigError.of(problems)
 
 
 def quantised_infos(

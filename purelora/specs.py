@@ -223,6 +223,11 @@ class GradientPath:
         return jax.lax.psum(gradient, self.cast) if self.cast else gradient
 
 
+def is_adapter(path: str) -> bool:
+    """Whether the leaf at `path` is part of an adapter."""
+    return path.rpartition(".")[2].startswith("lora_")
+
+
 def gradient_paths(specs: trees.Tree) -> trees.Tree:
     """A GradientPath for each trained leaf; those called `lora_*` are gathered before the loops."""
 
@@ -230,8 +235,7 @@ def gradient_paths(specs: trees.Tree) -> trees.Tree:
         sharded = _sharded_dims(spec)
         used = {axis for _, axis in sharded}
         cast = tuple(axis for axis in BATCH_AXES if axis not in used)
-        is_adapter = path.rpartition(".")[2].startswith("lora_")
-        return GradientPath(cast, sharded if is_adapter else ())
+        return GradientPath(cast, sharded if is_adapter(path) else ())
 
     return trees.unflatten({p: path_of(p, s) for p, s in trees.flatten(specs).items()})
 

@@ -1,0 +1,1 @@
+"""Ready configurations: each file says its command, time, memory and expected loss."""

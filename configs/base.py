@@ -1,0 +1,144 @@
+"""Every key with its unit, meaning and default. This is the only place that holds defaults.
+
+The other configs start from here and change what they need. On the command line any key can be
+overridden: `python -m purelora.train --config=configs/qlora.py --config.lora.r=8`. A list is written
+`--config.lora.target_modules=q_proj,v_proj`, nothing as `--config.steps=None`.
+"""
+
+from ml_collections import config_dict
+
+
+def optional(value: object, kind: type) -> config_dict.FieldReference:
+    """A key that may also be None."""
+    return config_dict.FieldReference(value, field_type=kind)
+
+
+def either(value: object) -> config_dict.FieldReference:
+    """A key that takes a string or a list of strings."""
+    return config_dict.FieldReference(value, field_type=object)
+
+
+def get_config() -> config_dict.ConfigDict:
+    """All defaults."""
+    c = config_dict.ConfigDict()
+    # Folder of everything that the run writes: metrics.jsonl, config.json, checkpoints.
+    c.workdir = "runs/default"
+    # "sft": train on what the assistant (or completion) says; "pretrain": on every token.
+    c.task = "sft"
+    # Of the adapters' initial values, the order of the data and dropout.
+    c.seed = 0
+    # How long to train: optimiser steps, or passes over the data. Exactly one of the two.
+    c.steps = optional(None, int)
+    c.epochs = optional(None, int)
+    # Rows per step over all devices, and in how many micro-batches a step works them off.
+    c.batch_size = 8
+    c.accum_steps = 1
+    # Tokens per row.
+    c.max_length = 1024
+    # Dtype of the computation: "float32" or "bfloat16". Adapters, moments and sums are float32.
+    c.dtype = "bfloat16"
+    # Compile one layer and scan over the stack (True), or compile every layer by itself (False).
+    c.scan_layers = True
+    # "none": keep each layer's activations for the backward pass; "full": recompute them.
+    c.remat = "none"
+    # Tokens whose logits exist at once, on each device.
+    c.loss_chunk_tokens = 256
+    # Evaluate every so many steps, and before and after training; None: only before and after.
+    c.eval_steps = optional(None, int)
+    # Record (and without a terminal print) the metrics every so many steps.
+    c.log_steps = 1
+    # What a loss or gradient that is not finite does: "abort" the run, or "skip" the update.
+    c.nan_policy = "abort"
+    # Prompts to continue greedily before and after training, and by how many tokens at most.
+    c.sample_prompts = ()
+    c.sample_tokens = 48
+    # Folder of the persistent compilation cache; "default": ~/.cache/purelora/compiled, None: off.
+    c.compile_cache = optional("default", str)
+
+    c.model = config_dict.ConfigDict()
+    # A built-in model ("smollm2-135m", "tiny"), a Hugging Face folder, or a .gguf file.
+    c.model.path = ""
+    # Dtype that unquantised base weights are kept in: "float32" or "bfloat16".
+    c.model.weights_dtype = "float32"
+
+    c.lora = config_dict.ConfigDict()
+    # Train adapters on a frozen base (True), or all weights (False).
+    c.lora.enabled = True
+    # Rank of the adapters; their output is scaled by lora_alpha / r.
+    c.lora.r = 16
+    c.lora.lora_alpha = 32.0
+    # Probability of dropping an element of an adapter's input, in training only.
+    c.lora.lora_dropout = 0.0
+    # "all-linear" (all but the output head), a list of names or dotted suffixes, or a regex that
+    # matches a module's full Hugging Face name (model.layers.7.self_attn.q_proj).
+    c.lora.target_modules = either("all-linear")
+    # Modules to leave out, as a list or a regex.
+    c.lora.exclude_modules = either(())
+
+    c.quant = config_dict.ConfigDict()
+    # Type of the frozen base's matrices: "none" or "int8".
+    c.quant.qtype = "none"
+    # Inputs that share a scale; None: one scale per output channel.
+    c.quant.tile_size = optional(None, int)
+    # Weights that stay unquantised: regexes over the dotted parts of their names.
+    c.quant.skip = ("embed_tokens", "lm_head")
+
+    c.data = config_dict.ConfigDict()
+    # A built-in set ("wordnet-definitions") or a .jsonl or .json file.
+    c.data.train = "wordnet-definitions"
+    # A file to evaluate on; or None, with a share of the training records held out instead.
+    c.data.eval = optional(None, str)
+    c.data.eval_fraction = 0.0
+    # Visit the rows of each epoch in an order of its own.
+    c.data.shuffle = True
+    # Put several records into a row; they do not see each other.
+    c.data.packing = True
+    # Records longer than max_length: "drop" them, "truncate" them, or "raise" an error.
+    c.data.too_long = "drop"
+    # A Jinja file to use instead of the model's own chat template.
+    c.data.chat_template = optional(None, str)
+    # The date that a template which prints today's date is given, so that runs repeat.
+    c.data.template_date = "2026-01-01"
+    # A template that renders a conversation's beginning differently once it goes on: "raise" an
+    # error, or train on the "last_turn" only.
+    c.data.unnested_template = "raise"
+
+    c.optim = config_dict.ConfigDict()
+    # "adamw" or "sgd".
+    c.optim.name = "adamw"
+    # Peak learning rate; then "constant", "linear" or "cosine" down to min_lr_ratio times it.
+    c.optim.learning_rate = 2e-4
+    c.optim.schedule = "cosine"
+    c.optim.min_lr_ratio = 0.1
+    # Steps of linear warm-up, and the step at which the decay ends (None: the last step). Set
+    # schedule_steps if you may continue the run for longer.
+    c.optim.warmup_steps = 0
+    c.optim.schedule_steps = optional(None, int)
+    # Adam's decay rates and epsilon.
+    c.optim.b1 = 0.9
+    c.optim.b2 = 0.999
+    c.optim.eps = 1e-8
+    # Momentum of SGD.
+    c.optim.momentum = 0.0
+    # Decoupled weight decay, on adapters and matrices only.
+    c.optim.weight_decay = 0.0
+    # Largest global norm of the gradient; None: no clipping.
+    c.optim.clip_norm = optional(1.0, float)
+
+    c.mesh = config_dict.ConfigDict()
+    # Devices along "data" (the batch is split) and "fsdp" (batch and base are split); together all
+    # devices of the run. None for fsdp: what data leaves.
+    c.mesh.data = 1
+    c.mesh.fsdp = optional(None, int)
+    # Split the adapters along fsdp too, instead of keeping a copy on each device.
+    c.mesh.shard_adapters = False
+
+    c.checkpoint = config_dict.ConfigDict()
+    # Save every so many steps, and at the end; None: only at the end.
+    c.checkpoint.save_steps = optional(None, int)
+    # How many checkpoints to keep.
+    c.checkpoint.keep_last = 2
+    # "auto": continue the run in workdir if there is one; "must": fail if there is none;
+    # "never": fail if there is one.
+    c.checkpoint.resume = "auto"
+    return c

@@ -1,0 +1,225 @@
+"""The command line: a config file, overrides, and errors without tracebacks."""
+
+import ast
+import contextlib
+import difflib
+import pathlib
+import runpy
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from purelora import config, errors
+
+USER_ERROR_STATUS = 2
+
+# What a config file, which is the user's code, may raise when it is run.
+_FILE_FAULTS = (
+    ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, SyntaxError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+
+class Arguments(NamedTuple):
+    """A parsed command line: the configuration, and the names of the flags that were given."""
+
+    config: config.Config
+    flags: frozenset[str]
+
+
+def parse(argv: Sequence[str], flags: Sequence[str]) -> Arguments:
+    """Parses `--config=FILE`, `--config.KEY=VALUE` and the given boolean `flags`.
+
+    Raises:
+      ConfigError: an unknown argument or key, a value of a wrong type, a file that cannot be used,
+        or a configuration that does not hold together.
+    """
+    path, overrides, given, problems = _sort_arguments(argv, flags)
+    if path is None and not problems:
+        remedy = "for example --config=configs/qlora.py"
+        problems.append(errors.Problem("--config", None, "is missing", remedy))
+    if problems:
+        raise errors.ConfigError.of(problems)
+    raw = load_file(pathlib.Path(typing.cast(str, path)))
+    for key, text in overrides:
+        problem = _override(raw, key, text)
+        if problem:
+            problems.append(problem)
+    if problems:
+        raise errors.ConfigError.of(problems)
+    return Arguments(config.parse(raw), frozenset(given))
+
+
+def _sort_arguments(
+    argv: Sequence[str], flags: Sequence[str]
+) -> tuple[str | None, list[tuple[str, str]], list[str], list[errors.Problem]]:
+    path: str | None = None
+    overrides: list[tuple[str, str]] = []
+    given: list[str] = []
+    problems: list[errors.Problem] = []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if name.lstrip("-") in flags and name.startswith("--") and not equals:
+            given.append(name.removeprefix("--"))
+            continue
+        is_key = name == "--config" or name.startswith("--config.")
+        if is_key and not equals and rest and not rest[0].startswith("--"):
+            value, equals = rest.pop(0), "="
+        if name == "--config" and equals:
+            path = value
+        elif is_key and equals:
+            overrides.append((name.removeprefix("--config."), value))
+        elif is_key:
+            problems.append(errors.Problem(argument, None, "has no value", f"write {name}=VALUE"))
+        else:
+            problems.append(_unknown_argument(argument, flags))
+    return path, overrides, given, problems
+
+
+def _unknown_argument(argument: str, flags: Sequence[str]) -> errors.Problem:
+    known = ["--config", *(f"--{flag}" for flag in flags)]
+    bare = argument.partition("=")[0].lstrip("-")
+    keys = config.field_types()
+    if bare in keys:
+        remedy = f"write --config.{bare}"
+    elif bare in config.FOREIGN_KEYS:
+        remedy = f"--config.KEY=VALUE sets a key; here it is {config.FOREIGN_KEYS[bare]}"
+    else:
+        near = difflib.get_close_matches(argument, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, --config.KEY"
+    return errors.Problem(argument, None, "is not an argument of this command", remedy)
+
+
+def load_file(path: pathlib.Path) -> dict[str, Any]:
+    """Runs a config file's `get_config()` and returns its keys as nested dicts.
+
+    The folder above the file's own is importable meanwhile, so that `from configs import base` works
+    from everywhere.
+
+    Raises:
+      ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
+    """
+    if not path.is_file():
+        near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
+        remedy = errors.nearest(str(path), near) if near else "give the path of a config file"
+        raise errors.ConfigError("--config", str(path), "is not a file", remedy)
+    parent = str(path.resolve().parent.parent)
+    sys.path.insert(0, parent)
+    try:
+        get_config = runpy.run_path(str(path)).get("get_config")
+        result = get_config() if callable(get_config) else None
+    except _FILE_FAULTS as error:
+        where = f"{path}{_line_of(error, path)}"
+        what = f"{type(error).__name__}: {error}"
+        raise errors.ConfigError(where, None, what, "mend the config file") from error
+    finally:
+        sys.path.remove(parent)
+    if not isinstance(result, ml_collections.ConfigDict):
+        remedy = "define get_config(), starting from configs.base.get_config()"
+        what = "has no get_config() that returns a ConfigDict"
+        raise errors.ConfigError(str(path), None, what, remedy)
+    return result.to_dict()
+
+
+def _line_of(error: BaseException, path: pathlib.Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f":{error.lineno}"
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def _override(raw: dict[str, Any], key: str, text: str) -> errors.Problem | None:
+    """Sets one key from the command line, or says why not."""
+    annotation = config.field_types().get(key)
+    if annotation is None:
+        sections = {name.rpartition(".")[0] for name in config.field_types()}
+        if key in sections - {""}:
+            return errors.Problem(key, text, "is a section of keys", f"set --config.{key}.KEY")
+        return config.unknown_key(key)
+    value = from_text(text, annotation)
+    problem = config.type_problem(key, value, annotation)
+    if problem is None:
+        *parents, name = key.split(".")
+        section: Any = raw
+        for parent in parents:
+            section = section[parent]
+        section[name] = value
+    return problem
+
+
+def from_text(text: str, annotation: Any) -> Any:
+    """The value that `text` stands for in a key of this type; `text` itself if it is none.
+
+    Words joined by commas are a list where the key takes one: no module name has a comma.
+    """
+    options = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (types.UnionType, typing.Union)
+        else (annotation,)
+    )
+    if type(None) in options and text in ("None", "none"):
+        return None
+    if bool in options and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        if kind in options:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    if any(typing.get_origin(option) is tuple for option in options):
+        return _list_from_text(text, is_plain_string_too=str in options)
+    return text
+
+
+def _list_from_text(text: str, *, is_plain_string_too: bool) -> Any:
+    if text[:1] in ("(", "["):
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+            # ('q_proj') is a string in parentheses to Python; whoever writes it means a list.
+            return (value,) if isinstance(value, str) else value
+        return text
+    if is_plain_string_too and "," not in text:
+        return text
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def describe(flat: Mapping[str, Any]) -> str:
+    """The resolved configuration, one key a line."""
+    width = max(map(len, flat))
+    return "\n".join(f"{key:<{width}}  {value!r}" for key, value in flat.items())
+
+
+@contextlib.contextmanager
+def _exit_on_user_error() -> Iterator[None]:
+    try:
+        yield
+    except errors.UserError as error:
+        kind = type(error).__name__
+        for problem in error.problems:
+            print(f"{kind}: {problem}", file=sys.stderr)
+        raise SystemExit(USER_ERROR_STATUS) from None
+
+
+def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
+    """Runs a command: prints `usage` for --help, and users' errors without a traceback.
+
+    Exits with the status that `main` returns, or 2 for an error that the user can mend.
+    """
+    argv = sys.argv[1:]
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(usage.strip())
+        raise SystemExit(0)
+    with _exit_on_user_error():
+        status = main(argv)
+    raise SystemExit(status)
+
+

@@ -1,0 +1,113 @@
+"""Batches as a pure function of (seed, step).
+
+`grain` gives the order: its `MapDataset` permutes the rows anew in every epoch and reaches any step
+in constant time. Here the rows become arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from purelora import errors
+from purelora.data import examples as example_sets
+from purelora.data import packing
+
+
+class Batch(NamedTuple):
+    """One global batch. Every array is [M, B, T]: micro-batches, rows, tokens.
+
+    Attributes:
+      tokens: int32, 0 in the padding.
+      targets: int32, the next token of the same example; 0 where there is none.
+      weights: float32, 1 where the target is trained on, else 0.
+      segment_ids: int32, 1, 2, ... for the examples of a row, 0 for the padding. Padding is known
+        by this and not by a token id.
+      positions: int32, from 0 in every example; 0 in the padding.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """All batches of a run, endlessly.
+
+    Attributes:
+      examples: the tokenised examples.
+      rows: which of them share a row, from `packing.plan`.
+      batch_size: rows in a batch; a multiple of `accum_steps`.
+      accum_steps: micro-batches in a batch.
+      max_length: tokens in a row.
+      seed: of the order, not negative.
+      shuffle: permute the rows anew in each epoch; otherwise every epoch has them in order.
+    """
+
+    examples: Sequence[example_sets.Example]
+    rows: Sequence[packing.Row]
+    batch_size: int
+    accum_steps: int
+    max_length: int
+    seed: int
+    shuffle: bool
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.accum_steps:
+            raise errors.ConfigError(
+                "batch_size",
+                self.batch_size,
+                f"is not a multiple of accum_steps = {self.accum_steps}",
+                "change one of them",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch; the last one may be short of rows."""
+        return -(-len(self.rows) // self.batch_size)
+
+    def rows_at(self, step: int) -> list[packing.Row]:
+        """The rows of batch `step`: `batch_size` of them, or fewer at the end of an epoch."""
+        rows: list[packing.Row] = self._order[step]
+        return rows
+
+    def batch(self, step: int) -> Batch:
+        """Batch `step`; rows that a short batch lacks are all padding and have no weight."""
+        shape = (self.batch_size, self.max_length)
+        flat = Batch(
+            tokens=np.zeros(shape, np.int32),
+            targets=np.zeros(shape, np.int32),
+            weights=np.zeros(shape, np.float32),
+            segment_ids=np.zeros(shape, np.int32),
+            positions=np.zeros(shape, np.int32),
+        )
+        for index, row in enumerate(self.rows_at(step)):
+            _fill_row(Batch(*(array[index] for array in flat)), [self.examples[i] for i in row])
+        return Batch(*(array.reshape(self.accum_steps, -1, self.max_length) for array in flat))
+
+    @functools.cached_property
+    def _order(self) -> grain.MapDataset[list[packing.Row]]:
+        rows = grain.MapDataset.source(self.rows)
+        if self.shuffle:
+            rows = rows.seed(self.seed).shuffle()
+        # Batching before repeating keeps epochs apart; `repeat` hands each its own permutation.
+        return rows.batch(self.batch_size, drop_remainder=False, batch_fn=list).repeat()
+
+
+def _fill_row(row: Batch, examples: Sequence[example_sets.Example]) -> None:
+    """Writes `examples` one after the other into the arrays of one row."""
+    start = 0
+    for segment, (tokens, supervised) in enumerate(examples, start=1):
+        end = start + len(tokens)
+        row.tokens[start:end] = tokens
+        row.targets[start : end - 1] = tokens[1:]
+        row.weights[start : end - 1] = supervised[1:]
+        row.segment_ids[start:end] = segment
+        row.positions[start:end] = np.arange(len(tokens))
+        start = end

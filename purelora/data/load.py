@@ -1,0 +1,111 @@
+"""The data of a run: files, template, examples, packing and batches put together."""
+
+import datetime
+import pathlib
+from typing import NamedTuple
+
+from purelora import config, errors
+from purelora.data import batches, chat, examples, packing, records, sets
+from purelora.io import tokenizer as tokenizers
+
+
+class RunData(NamedTuple):
+    """What a run trains and evaluates on.
+
+    Attributes:
+      train: the training batches.
+      evaluation: the evaluation batches, each once and in order; None if there are none.
+      template: the chat template; None if the model has none.
+      report: what became of the records, for people.
+      fingerprint: hash of all training tokens and targets in order.
+    """
+
+    train: batches.Batches
+    evaluation: batches.Batches | None
+    template: chat.ChatTemplate | None
+    report: str
+    fingerprint: str
+
+
+def load(settings: config.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
+    """Reads, tokenises, splits and packs the data.
+
+    Raises:
+      DataError, ConfigError: a file, record or template that cannot be used; nothing to train on.
+    """
+    template = compile_template(settings, tokenizer)
+    encoder = examples.Encoder(
+        tokenizer=tokenizer,
+        template=template,
+        task=settings.task,
+        unnested_template=settings.data.unnested_template,
+    )
+    train, report = _examples(settings.data.train, encoder, settings)
+    reports = [f"train: {report}"]
+    evaluation: list[examples.Example] = []
+    if settings.data.eval is not None:
+        evaluation, eval_report = _examples(settings.data.eval, encoder, settings)
+        reports.append(f"eval: {eval_report}")
+    elif settings.data.eval_fraction > 0:
+        train, evaluation = examples.split(train, settings.data.eval_fraction, settings.seed)
+        reports.append(f"eval: {len(evaluation):,} of the records above held out")
+    train_batches = _batches(train, settings, shuffle=settings.data.shuffle)
+    reports.append(
+        f"{len(train_batches.rows):,} training rows of {settings.max_length} tokens, "
+        f"{train_batches.steps_per_epoch:,} steps an epoch"
+    )
+    return RunData(
+        train=train_batches,
+        evaluation=_batches(evaluation, settings, shuffle=False) if evaluation else None,
+        template=template,
+        report="\n".join(reports),
+        fingerprint=examples.fingerprint(train),
+    )
+
+
+def compile_template(
+    settings: config.Config, tokenizer: tokenizers.Tokenizer
+) -> chat.ChatTemplate | None:
+    """The chat template of the config's file, or the model's own; None without either."""
+    source = tokenizer.chat_template
+    if settings.data.chat_template is not None:
+        path = pathlib.Path(settings.data.chat_template)
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise errors.ConfigError(
+                "data.chat_template", str(path), f"cannot be read: {error}", "give a Jinja file"
+            ) from error
+    if source is None:
+        return None
+    day = datetime.date.fromisoformat(settings.data.template_date)
+    return chat.compile_template(
+        source,
+        special_tokens=tokenizer.special_tokens,
+        options={},
+        now=datetime.datetime.combine(day, datetime.time()),
+    )
+
+
+def _examples(
+    name: str, encoder: examples.Encoder, settings: config.Config
+) -> tuple[list[examples.Example], examples.DataReport]:
+    found = records.read(sets.resolve(name))
+    return examples.build(
+        found, encoder, max_length=settings.max_length, too_long=settings.data.too_long
+    )
+
+
+def _batches(
+    chosen: list[examples.Example], settings: config.Config, *, shuffle: bool
+) -> batches.Batches:
+    lengths = [len(example.tokens) for example in chosen]
+    return batches.Batches(
+        examples=chosen,
+        rows=packing.plan(lengths, settings.max_length, packing=settings.data.packing),
+        batch_size=settings.batch_size,
+        accum_steps=settings.accum_steps,
+        max_length=settings.max_length,
+        seed=settings.seed,
+        shuffle=shuffle,
+    )

@@ -1,0 +1,414 @@
+"""Data files to records: every row becomes a `Text` or a `Chat`.
+
+A `.jsonl` file has one object a line, a `.json` file one list of objects. The shape of a row is
+found from its keys, row by row:
+
+    {"text": ...}                                   -> Text
+    {"messages": [{"role", "content"}, ...]}        -> Chat
+    {"conversations": [{"from", "value"}, ...]}     -> Chat
+    {"prompt": ..., "completion": ...}              -> Chat (two strings, or two lists of messages)
+    {"question": ..., "answer": ...}                -> Chat
+    {"instruction": ..., "input"?, "output": ...}   -> Chat
+
+A chat shape may also have `system` (a system prompt) and `tools` (a list, or a JSON string of one).
+A message may have `train`: assistant messages train unless they say `false`; no other message can.
+The messages of a `prompt` list are context: they do not train. Other columns are ignored.
+"""
+
+import codecs
+import dataclasses
+import difflib
+import json
+import pathlib
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from purelora import errors
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_PROBLEMS = 20
+
+_SHAPES: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "question": ("question", "answer"),
+    "instruction": ("instruction", "output"),
+}
+_KEYS = tuple(key for keys in _SHAPES.values() for key in keys)
+_FROM_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_JSON_TYPES: Mapping[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A plain document. `where` is its file and line."""
+
+    where: str
+    text: str
+
+    @property
+    def shape(self) -> str:
+        return "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Attributes:
+      where: its file and line.
+      shape: the row shape it came from, a key of the table at the top of this module.
+      messages: what a chat template reads: `role`, `content` and any other key of the message.
+      train: for each message, whether its tokens are trained on.
+      tools: tool descriptions for the template, or None.
+    """
+
+    where: str
+    shape: str
+    messages: tuple[dict[str, Any], ...]
+    train: tuple[bool, ...]
+    tools: tuple[Any, ...] | None = None
+
+
+Record = Text | Chat
+
+
+def read(path: pathlib.Path) -> list[Record]:
+    """Reads all records of a `.jsonl` or `.json` file, or reports all its problems at once."""
+    text = _decode(path, _bytes(path))
+    rows = _list_rows if path.suffix == ".json" else _line_rows
+    problems: list[errors.Problem] = []
+    records: list[Record] = []
+    for line, row in rows(path, text, problems):
+        try:
+            records.append(_record(row, f"{path}:{line}"))
+        except errors.DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise errors.DataError.of(first_problems(problems, str(path)))
+    if not records:
+        raise errors.DataError(str(path), None, "holds no records", "add at least one row")
+    return records
+
+
+def first_problems(problems: list[errors.Problem], where: str) -> list[errors.Problem]:
+    """The first `MAX_PROBLEMS` of `problems`, and one more that counts the rest."""
+    hidden = len(problems) - MAX_PROBLEMS
+    if hidden <= 0:
+        return problems
+    rest = errors.Problem(where, None, f"has {hidden} more problems", "mend the first ones first")
+    return [*problems[:MAX_PROBLEMS], rest]
+
+
+def _bytes(path: pathlib.Path) -> bytes:
+    if path.suffix not in (".jsonl", ".json"):
+        raise errors.DataError(
+            str(path),
+            None,
+            f"has the unknown suffix {path.suffix!r}",
+            "name it .jsonl (one object a line) or .json (a list of objects)",
+        )
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.read_bytes()
+    except FileNotFoundError as error:
+        folder = path.parent.resolve()
+        raise errors.DataError(
+            str(path), None, f"does not exist (looked in {folder})", "check the path"
+        ) from error
+    except OSError as error:
+        raise errors.DataError(
+            str(path), None, f"cannot be read: {error.strerror}", "check the path"
+        ) from error
+    kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+    raise errors.DataError(str(path), None, f"is {kind}", "name a .jsonl or .json file")
+
+
+def _decode(path: pathlib.Path, data: bytes) -> str:
+    """Decodes UTF-8, with or without its byte order mark."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise errors.DataError(str(path), None, "is UTF-16", "save it as UTF-8")
+    body = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = body.count(b"\n", 0, error.start) + 1
+        offset = error.start + len(data) - len(body)
+        raise errors.DataError(
+            f"{path}:{line}",
+            body[error.start : error.end],
+            f"is not UTF-8 (byte {offset} of the file)",
+            "save the file as UTF-8",
+        ) from error
+
+
+# JSON to rows -------------------------------------------------------------------------------
+
+
+class _DuplicateKeyError(ValueError):
+    """An object that has one key twice; JSON leaves open which value counts."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise _DuplicateKeyError("the key " + ", ".join(map(repr, twice)) + " twice in one object")
+    return result
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _line_rows(
+    path: pathlib.Path, text: str, problems: list[errors.Problem]
+) -> Iterator[tuple[int, Any]]:
+    """Yields (line, row) of a `.jsonl` file; a line that is not JSON goes to `problems`."""
+    # Not str.splitlines: a JSON string may hold U+2028 and its like as they are.
+    for line, raw in enumerate(text.split("\n"), start=1):
+        if not raw.strip():
+            continue
+        try:
+            row = _DECODER.decode(raw)
+        except (ValueError, RecursionError) as error:
+            problems.append(_bad_json(f"{path}:{line}", raw, error))
+            continue
+        yield line, row
+
+
+def _list_rows(
+    path: pathlib.Path, text: str, problems: list[errors.Problem]
+) -> Iterator[tuple[int, Any]]:
+    """Yields (line, row) of a `.json` file; if it is not a list, that goes to `problems`."""
+    if not text.strip():
+        return
+    try:
+        rows = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raw = text.split("\n")[line - 1]
+        problems.append(_bad_json(f"{path}:{line}", raw, error))
+        return
+    if not isinstance(rows, list):
+        remedy = "put the rows in [...], or name the file .jsonl if it has one object a line"
+        problems.append(errors.Problem(f"{path}:1", rows, "is not a list of objects", remedy))
+        return
+    yield from zip(_item_lines(text, len(rows)), rows, strict=True)
+
+
+def _item_lines(text: str, count: int) -> Iterator[int]:
+    """The line on which each of the `count` items of the JSON list `text` begins."""
+    line, start, position = 1, 0, text.index("[") + 1
+    for _ in range(count):
+        while text[position] in ", \t\r\n":
+            position += 1
+        line += text.count("\n", start, position)
+        yield line
+        start, (_, position) = position, _DECODER.raw_decode(text, position)
+
+
+def _bad_json(where: str, raw: str, error: Exception) -> errors.Problem:
+    if isinstance(error, _DuplicateKeyError):
+        return errors.Problem(where, raw, f"has {error}", "keep one of them")
+    detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    return errors.Problem(
+        where,
+        raw,
+        f"is not valid JSON ({detail or error})",
+        "a .jsonl file has one complete object a line, a .json file one list of objects",
+    )
+
+
+# Rows to records ----------------------------------------------------------------------------
+
+
+def _record(row: object, where: str) -> Record:
+    if not isinstance(row, dict):
+        raise _wrong_type(where, row, "an object", 'write a row as {"messages": [...]}')
+    shape = _shape(row, where)
+    if shape == "text":
+        return Text(where, _string(row["text"], f"{where}: text"))
+    messages, train = _conversation(row, shape, where)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise errors.DataError(
+            f"{where}: {_SHAPES[shape][-1]}",
+            [message["role"] for message in messages],
+            "has no assistant message",
+            "add the answer that is to be learned, or remove the row",
+        )
+    return Chat(where, shape, tuple(messages), tuple(train), _tools(row.get("tools"), where))
+
+
+def _shape(row: dict[str, Any], where: str) -> str:
+    """The one shape of `row`; columns that are null count only where no others make a shape."""
+    filled = {key for key, value in row.items() if value is not None}
+    complete = [name for name, keys in _SHAPES.items() if filled.issuperset(keys)]
+    if not complete:
+        complete = [name for name, keys in _SHAPES.items() if row.keys() >= set(keys)]
+    if len(complete) == 1:
+        return complete[0]
+    if complete:
+        keys = [" + ".join(_SHAPES[name]) for name in complete]
+        raise errors.DataError(
+            where, sorted(row), "fits several shapes: " + " and ".join(keys), "keep one of them"
+        )
+    raise errors.DataError(where, sorted(row), *_unknown_shape(row))
+
+
+def _unknown_shape(row: dict[str, Any]) -> tuple[str, str]:
+    """What is wrong with a row that has no shape, and the remedy."""
+    known = "known: " + ", ".join(" + ".join(keys) for keys in _SHAPES.values())
+    for keys in _SHAPES.values():
+        absent = [key for key in keys if key not in row]
+        if len(absent) < len(keys):
+            present = next(key for key in keys if key in row)
+            return f"has {present!r} but no {absent[0]!r}", f"rename or add it; {known}"
+    for key in row:
+        if near := difflib.get_close_matches(key, _KEYS, n=1):
+            return "has no known shape", f"{key!r}: did you mean {near[0]!r}? {known}"
+    return "has no known shape", known
+
+
+def _conversation(
+    row: dict[str, Any], shape: str, where: str
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    """The messages of a row of any chat shape, and which of them train."""
+    if shape in ("messages", "conversations"):
+        messages, train = _messages(row[shape], f"{where}: {shape}")
+    elif shape == "prompt" and isinstance(row["prompt"], list):
+        context, _ = _messages(row["prompt"], f"{where}: prompt")
+        answer, trained = _messages(row["completion"], f"{where}: completion")
+        messages, train = context + answer, [False] * len(context) + trained
+    else:
+        question, answer_key = _SHAPES[shape]
+        asked = _string(row[question], f"{where}: {question}")
+        if shape == "instruction" and row.get("input"):
+            asked += "\n\n" + _string(row["input"], f"{where}: input")
+        answer_text = _string(row[answer_key], f"{where}: {answer_key}")
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answer_text},
+        ]
+        train = [False, True]
+    if row.get("system") is not None:
+        messages = [_system_message(row["system"], messages, f"{where}: system"), *messages]
+        train = [False, *train]
+    return messages, train
+
+
+def _system_message(value: object, messages: list[dict[str, Any]], where: str) -> dict[str, Any]:
+    if any(message["role"] == "system" for message in messages):
+        raise errors.DataError(
+            where, value, "is given beside a system message", "keep one of the two"
+        )
+    return {"role": "system", "content": _string(value, where)}
+
+
+def _messages(value: object, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    if not isinstance(value, list):
+        raise _wrong_type(where, value, "a list of messages", "write [{...}, ...]")
+    pairs = [_message(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    return [message for message, _ in pairs], [trained for _, trained in pairs]
+
+
+def _message(value: object, where: str) -> tuple[dict[str, Any], bool]:
+    """One message as a template reads it, and whether it trains."""
+    if not isinstance(value, dict):
+        raise _wrong_type(where, value, "an object", 'write {"role": ..., "content": ...}')
+    message = _from_value(value, where) if "from" in value else dict(value)
+    if "role" not in message:
+        raise errors.DataError(where, value, "has no 'role'", "add it: " + ", ".join(ROLES))
+    role = message["role"]
+    if role not in ROLES:
+        remedy = errors.nearest(str(role), ROLES)
+        raise errors.DataError(f"{where}.role", role, "is no known role", remedy)
+    train = message.pop("train", role == "assistant")
+    if not isinstance(train, bool):
+        raise _wrong_type(f"{where}.train", train, "a boolean", "write true or false")
+    if train and role != "assistant":
+        raise errors.DataError(
+            f"{where}.train", train, f"a {role} message cannot train", "remove the key"
+        )
+    calls = role == "assistant" and bool(message.get("tool_calls"))
+    if not (calls and message.get("content") is None):
+        message["content"] = _content(message.get("content"), f"{where}.content")
+    return message, train
+
+
+def _from_value(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """A from/value message in the words role/content."""
+    sender = value["from"]
+    if not isinstance(sender, str) or sender not in _FROM_ROLES:
+        remedy = errors.nearest(str(sender), tuple(_FROM_ROLES))
+        raise errors.DataError(f"{where}.from", sender, "is no known role", remedy)
+    if "value" not in value:
+        raise errors.DataError(where, value, "has 'from' but no 'value'", "add its text")
+    rest = {key: item for key, item in value.items() if key not in ("from", "value")}
+    return {"role": _FROM_ROLES[sender], "content": value["value"], **rest}
+
+
+def _content(value: object, where: str) -> str:
+    """The text of a message: a string, or a list of text parts, which are joined."""
+    if not isinstance(value, list):
+        return _string(value, where)
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise errors.DataError(
+                f"{where}[{index}]", part, "is no text part", 'write {"type": "text", "text": ...}'
+            )
+        texts.append(_string(part.get("text"), f"{where}[{index}].text"))
+    return "".join(texts)
+
+
+def _tools(value: object, where: str) -> tuple[Any, ...] | None:
+    if isinstance(value, str):
+        text = value
+        try:
+            value = _DECODER.decode(text)
+        except (ValueError, RecursionError) as error:
+            raise errors.DataError.of([_bad_json(f"{where}: tools", text, error)]) from error
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise _wrong_type(f"{where}: tools", value, "a list", "write a list, or the JSON of one")
+    return tuple(value) or None
+
+
+def _string(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong_type(where, value, "a string", "write a string, or remove the row")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise errors.DataError(
+            where, value, f"has half a surrogate pair at character {error.start}", "remove it"
+        ) from error
+    return value
+
+
+def _wrong_type(where: str, value: object, wanted: str, remedy: str) -> errors.DataError:
+    found = _JSON_TYPES[type(value)]
+    return errors.DataError(where, value, f"is {found}, where {wanted} should be", remedy)

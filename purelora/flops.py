@@ -1,0 +1,54 @@
+"""Arithmetic of a training step, counted from the declarations.
+
+A matrix of n elements costs 2·n operations per token forward and as many for the gradient of its
+input; a trained one as many again for its own gradient. Recomputation (remat) is not counted, as is
+usual for model FLOP/s utilisation (Chowdhery et al. 2022, appendix B).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from purelora import info, lora
+
+
+def per_token(
+    infos: Mapping[str, info.ParamInfo],
+    adapters: Mapping[str, info.ParamInfo],
+    *,
+    trains_base: bool,
+    attention_width: int,
+    length: int,
+) -> float:
+    """Operations per token of one training step.
+
+    Args:
+      infos: flat declarations of the base.
+      adapters: flat declarations of the adapters.
+      trains_base: whether the base's matrices get gradients.
+      attention_width: query heads × head dim, summed over the layers.
+      length: tokens of a row; a token sees half of them on average.
+    """
+    base = sum(_size(leaf) for path, leaf in infos.items() if _is_multiplied(path, leaf, infos))
+    small = sum(map(_size, adapters.values()))
+    scores = 2 * attention_width * length / 2  # The two products of attention, per 2 operations.
+    return 2.0 * (base * (3 if trains_base else 2) + 3 * small + 3 * scores)
+
+
+def attention_width(modules: Mapping[str, lora.LinearModule]) -> int:
+    """Query heads × head dim, summed over the layers: the outputs of the query projections."""
+    queries = [m.weight for path, m in modules.items() if path.endswith("q_proj")]
+    return sum(weight.shape[0] * weight.shape[-1] for weight in queries)
+
+
+def _is_multiplied(path: str, leaf: info.ParamInfo, infos: Mapping[str, Any]) -> bool:
+    """Whether a matmul uses the leaf: an embedding is only looked up, unless it is the head too."""
+    if not leaf.is_matrix:
+        return False
+    return path != "embed_tokens.weight" or "lm_head.weight" not in infos
+
+
+def _size(leaf: info.ParamInfo) -> int:
+    size = 1
+    for n in leaf.shape:
+        size *= n
+    return size

@@ -1,0 +1,1 @@
+"""Reading models from disk: weights, configuration and tokenizer, whatever the file format."""

@@ -1,0 +1,96 @@
+"""Reading small text and JSON files, with every way they can be bad told as a `ModelError`."""
+
+import json
+import os
+import stat
+from typing import Any
+
+from purelora import errors
+
+_REPLACE = "copy or download the file again"
+
+
+def check_readable(path: str) -> None:
+    """Raises a `ModelError` unless `path` is a regular file that can be opened.
+
+    A pipe or a device would block or never end.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise errors.ModelError(path, None, "is not a regular file", "give a file")
+        with open(path, "rb"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise errors.ModelError(path, None, f"cannot be read ({reason})", _REPLACE) from error
+
+
+def read_text(path: str) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+      ModelError: the file cannot be read, is empty or is not UTF-8.
+    """
+    check_readable(path)
+    with open(path, "rb") as file:
+        data = file.read()
+    if not data.strip():
+        raise errors.ModelError(path, None, "is empty", _REPLACE)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.ModelError(
+            path, None, f"is not UTF-8 text (byte {error.start})", "save it as UTF-8"
+        ) from error
+
+
+def read_json_object(path: str) -> dict[str, Any]:
+    """The JSON object in the file at `path`.
+
+    Raises:
+      ModelError: the file cannot be read, is empty, is not UTF-8, is not valid JSON (a truncated
+        file, for example) or holds something other than an object.
+    """
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise errors.ModelError(path, None, "is nested too deeply", _REPLACE) from error
+    except ValueError as error:
+        raise errors.ModelError(
+            path, None, f"is not valid JSON ({error}); is it truncated?", _REPLACE
+        ) from error
+    if not isinstance(value, dict):
+        raise errors.ModelError(
+            path, None, f"holds a JSON {_json_type(value)} where an object is expected", _REPLACE
+        )
+    return value
+
+
+def typed(path: str, data: dict[str, Any], key: str, kinds: type | tuple[type, ...]) -> Any:
+    """The value of `key` in `data`, or None when it is absent or null.
+
+    Raises:
+      ModelError: the value has none of the types `kinds`. A JSON boolean is never an integer.
+    """
+    value = data.get(key)
+    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+    wrong_bool = isinstance(value, bool) and bool not in wanted
+    if value is None or (isinstance(value, wanted) and not wrong_bool):
+        return value
+    names = " or ".join(_TYPE_NAMES[kind] for kind in wanted)
+    raise errors.ModelError(f"{path}: {key}", value, f"is not a JSON {names}", f"correct {key!r}")
+
+
+_TYPE_NAMES = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+}
+
+
+def _json_type(value: object) -> str:
+    return _TYPE_NAMES.get(type(value), "null")

@@ -1,0 +1,175 @@
+"""Loading a base: tensor by tensor into preallocated stacks, in their final dtype and sharding.
+
+Host memory peaks at the finished base plus one tensor: a stack is allocated once, and each layer
+is transposed, cast or quantised and written in place by a small compiled function.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jax.sharding import NamedSharding
+
+from purelora import errors, info, quant
+from purelora import tree as trees
+from purelora.io import source as sources
+from purelora.models import causal_lm
+
+Progress = Callable[[int, int], None]
+
+
+class Loaded(NamedTuple):
+    """A base in memory.
+
+    Attributes:
+      tree: arrays and QArrays, placed.
+      fingerprint: identity of the source tensors, whatever the dtype, quantisation and mesh.
+    """
+
+    tree: trees.Tree
+    fingerprint: str
+
+
+def load(
+    source: sources.Source,
+    model: causal_lm.CausalLM,
+    infos: trees.Tree,
+    shardings: trees.Tree,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Reads a whole base.
+
+    Args:
+      source: where the tensors are.
+      model: the model that they belong to.
+      infos: declarations of the result; QArrays of infos where it is quantised.
+      shardings: placement of each leaf, parallel to `infos`.
+      progress: told (tensors read, tensors in all).
+
+    Raises:
+      ModelError: tensors that are missing, surplus or of another shape, all in one error; or a
+        damaged one.
+    """
+    names = {path: model.family.hf_names(model.config, path) for path in model.flat_infos}
+    digests = _check_tied(source, _check_tensors(source, model, names))
+    total, placed = sum(map(len, names.values())), trees.flatten(shardings)
+    flat: dict[str, Any] = {}
+    for path, like in trees.flatten(infos).items():
+        leaf = _empty(like, placed[path])
+        transpose = model.flat_infos[path].contracting == -2
+        for index, name in enumerate(names[path]):
+            tensor = sources.Tensor(*source.read(name))
+            digests[name] = tensor.digest
+            fill = _filler(like, transpose, len(names[path]) > 1, _Hashable(placed[path]))
+            leaf = fill(leaf, tensor.array, index)
+            if progress:
+                progress(len(digests), total)
+        flat[path] = leaf
+    return Loaded(trees.unflatten(flat), sources.fingerprint(digests))
+
+
+def _check_tensors(
+    source: sources.Source, model: causal_lm.CausalLM, names: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    """Compares names and shapes with the declarations; returns the surplus names to be ignored."""
+    shapes = dict(source.shapes())
+    problems: list[errors.Problem] = []
+    for path, layer_names in names.items():
+        leaf = model.flat_infos[path]
+        shape = leaf.shape[1:] if len(layer_names) > 1 or "layers" in leaf.axes else leaf.shape
+        wanted = shape[::-1] if leaf.contracting == -2 else shape
+        for name in layer_names:
+            found = shapes.pop(name, None)
+            if found is None:
+                problems.append(errors.Problem(source.path, None, f"holds no tensor {name!r}", ""))
+            elif tuple(found) != wanted:
+                what = f"has shape {list(found)}, but config.json makes it {list(wanted)}"
+                problems.append(errors.Problem(f"{source.path}: {name}", None, what, ""))
+    ignored = [name for name in shapes if _is_derived(name, model)]
+    for name in shapes.keys() - set(ignored):
+        what = f"holds a tensor {name!r} that this architecture does not have"
+        problems.append(errors.Problem(source.path, None, what, "is config.json of another model?"))
+    if problems:
+        raise errors.ModelError.of(_first(problems))
+    return ignored
+
+
+def _is_derived(name: str, model: causal_lm.CausalLM) -> bool:
+    """Surplus tensors that follow from others: rotary frequencies, and the head if it is tied."""
+    tied = name == "lm_head.weight" and "lm_head.weight" not in model.flat_infos
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _check_tied(source: sources.Source, ignored: list[str]) -> dict[str, bytes]:
+    """A head that is stored although it is tied must be the embedding. Returns an empty dict."""
+    if "lm_head.weight" in ignored:
+        head = source.read("lm_head.weight").digest
+        if head != source.read("model.embed_tokens.weight").digest:
+            raise errors.ModelError(
+                f"{source.path}: lm_head.weight",
+                None,
+                "differs from model.embed_tokens.weight, but config.json ties them",
+                "set tie_word_embeddings to false in config.json if the head is its own",
+            )
+    return {}
+
+
+def _first(problems: list[errors.Problem], limit: int = 20) -> list[errors.Problem]:
+    if len(problems) <= limit:
+        return problems
+    more = errors.Problem("…", None, f"and {len(problems) - limit} more problems like these", "")
+    return [*problems[:limit], more]
+
+
+class _Hashable(NamedTuple):
+    """A sharding, or a QArray of shardings, as a cache key."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(tuple(jax.tree.leaves(self.value)))
+
+
+def _empty(like: Any, sharding: Any) -> Any:
+    """A leaf of zeros in its final dtype and place."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda i: jnp.zeros(i.shape, jnp.dtype(i.dtype)), like)
+
+    return jax.jit(zeros, out_shardings=sharding)()
+
+
+@functools.lru_cache(maxsize=256)
+def _filler(like: Any, transpose: bool, stacked: bool, sharding: _Hashable) -> Callable[..., Any]:
+    """The compiled `(leaf, tensor, layer) -> leaf` that writes one layer into a donated leaf."""
+
+    def fill(leaf: Any, tensor: jax.Array, layer: jax.Array) -> Any:
+        weight = tensor.T if transpose else tensor
+        value = _final(weight, like)
+        if not stacked:
+            return jax.tree.map(lambda v, old: v.reshape(old.shape), value, leaf)
+        return jax.tree.map(
+            lambda old, v: jax.lax.dynamic_update_index_in_dim(old, v, layer, 0), leaf, value
+        )
+
+    return jax.jit(fill, donate_argnums=0, out_shardings=sharding.value)
+
+
+def _final(weight: jax.Array, like: info.ParamInfo | qwix.QArray) -> Any:
+    if isinstance(like, qwix.QArray):
+        return quant.quantise(weight, like)
+    return weight.astype(jnp.dtype(like.dtype))
+
+
+def placement_bytes(infos: trees.Tree, shardings: trees.Tree) -> int:
+    """Bytes of a tree on the fullest device."""
+    sizes = jax.tree.map(_shard_bytes, infos, shardings)
+    return sum(jax.tree.leaves(sizes))
+
+
+def _shard_bytes(leaf: info.ParamInfo, sharding: NamedSharding) -> int:
+    shape = sharding.shard_shape(leaf.shape)
+    return trees.leaf_bytes(jax.ShapeDtypeStruct(shape, jnp.dtype(leaf.dtype)))

@@ -1,0 +1,199 @@
+"""What a run is made of, before any weight is read: declarations, specs and mesh.
+
+`--plan` prints it and stops.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import qwix
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from purelora import config, errors, flops, info, lora, quant, specs
+from purelora import tree as trees
+from purelora.models import causal_lm
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A resolved run without arrays.
+
+    Attributes:
+      config: the settings.
+      model: family, sizes and adapters.
+      mesh: the devices.
+      base_infos: declarations of the frozen leaves; QArrays of infos where quantised. Empty when
+        all weights are trained.
+      trainable_infos: declarations of the trained leaves.
+    """
+
+    config: config.Config
+    model: causal_lm.CausalLM
+    mesh: Mesh
+    base_infos: trees.Tree
+    trainable_infos: trees.Tree
+
+    @functools.cached_property
+    def base_specs(self) -> trees.Tree:
+        return specs.spec_tree(self.base_infos, self.mesh)
+
+    @functools.cached_property
+    def trainable_specs(self) -> trees.Tree:
+        sharded = self.config.mesh.shard_adapters or not self.config.lora.enabled
+        rules = specs.adapter_rules(specs.RULES, sharded)
+        return specs.spec_tree(self.trainable_infos, self.mesh, rules)
+
+    @functools.cached_property
+    def gathers(self) -> dict[str, specs.Gather]:
+        """How the model makes its sharded weights whole; adapters are gathered by the step."""
+        weights = {**specs.gathers(self.base_specs), **specs.gathers(self.trainable_specs)}
+        return {path: g for path, g in weights.items() if not specs.is_adapter(path)}
+
+    @property
+    def execution(self) -> causal_lm.Execution:
+        c = self.config
+        return causal_lm.Execution(
+            dtype=jnp.dtype(c.dtype),
+            scan_layers=c.scan_layers,
+            remat=c.remat == "full",
+            chunk_tokens=c.loss_chunk_tokens,
+        )
+
+    @property
+    def device_kinds(self) -> list[str]:
+        """Kind of each device of the mesh."""
+        return [device.device_kind for device in self.mesh.devices.flat]
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations per token of a training step."""
+        adapters = trees.flatten(self.trainable_infos) if self.config.lora.enabled else {}
+        return flops.per_token(
+            self.model.flat_infos,
+            adapters,
+            trains_base=not self.config.lora.enabled,
+            attention_width=flops.attention_width(self.model.modules),
+            length=self.config.max_length,
+        )
+
+    def describe_targets(self) -> str:
+        """Which modules are trained, and the trained share of all parameters."""
+        trained, base = trees.count(_plain(self.trainable_infos)), self._base_count
+        share = f"{trained:,} of {trained + base:,} parameters trained ({trained / (trained + base):.3%})"
+        if not self.config.lora.enabled:
+            return f"full fine-tuning: {share}"
+        modules = [
+            f"{path.rpartition('.')[2]} in {len(t.names)} layer{'s' if len(t.names) != 1 else ''}"
+            for path, t in self.model.targets.items()
+        ]
+        return f"adapters (r={self.config.lora.r}) on {', '.join(modules)}: {share}"
+
+    @property
+    def _base_count(self) -> int:
+        return trees.count(_plain(self.model.infos)) if self.config.lora.enabled else 0
+
+
+def make(
+    settings: config.Config,
+    hf_config: Mapping[str, Any],
+    where: str,
+    devices: Sequence[jax.Device],
+) -> Plan:
+    """Resolves settings and a model's config.json into a Plan.
+
+    Raises:
+      ConfigError, ModelError: targets that match nothing, tiles or meshes that do not divide, an
+        unknown architecture.
+    """
+    mesh = specs.make_mesh(settings.mesh.data, settings.mesh.fsdp, devices)
+    model = causal_lm.from_hf(hf_config, where, dtype=settings.model.weights_dtype)
+    _check_rows(settings, mesh)
+    if not settings.lora.enabled:
+        return _checked(Plan(settings, model, mesh, {}, model.infos))
+    wanted = settings.lora
+    targets = lora.resolve_targets(
+        model.modules,
+        r=wanted.r,
+        lora_alpha=wanted.lora_alpha,
+        target_modules=wanted.target_modules,
+        exclude_modules=wanted.exclude_modules,
+    )
+    model = model.with_targets(targets)
+    q = settings.quant
+    if q.tile_size is not None:
+        specs.check_tiles(model.infos, q.tile_size, q.skip)
+    if q.qtype != "none":
+        quant.check_skip([p for p, leaf in model.flat_infos.items() if leaf.is_matrix], q.skip)
+    base = quant.quantised_infos(model.infos, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
+    return _checked(Plan(settings, model, mesh, base, model.adapter_infos()))
+
+
+def _checked(plan: Plan) -> Plan:
+    """Builds the spec trees, so that what does not divide is found before anything is allocated."""
+    _ = plan.base_specs, plan.trainable_specs
+    return plan
+
+
+def _check_rows(settings: config.Config, mesh: Mesh) -> None:
+    ways, rows = specs.row_ways(mesh), settings.micro_batch_size
+    if rows % ways:
+        step = ways * settings.accum_steps
+        near = -(-settings.batch_size // step) * step
+        raise errors.ConfigError(
+            "batch_size",
+            settings.batch_size,
+            f"gives {rows} rows a micro-batch, which do not split over {ways} devices",
+            f"use {near} (accum_steps = {settings.accum_steps})",
+        )
+
+
+def table(plan: Plan) -> str:
+    """Every array: path, shape, dtype, spec and bytes on one device; totals by dtype."""
+    rows = [("path", "shape", "dtype", "spec", "bytes/device", "trained")]
+    infos = {**trees.flatten(plan.base_infos), **trees.flatten(plan.trainable_infos)}
+    placed = {**trees.flatten(plan.base_specs), **trees.flatten(plan.trainable_specs)}
+    trained = trees.flatten(plan.trainable_infos)
+    for path, leaf in infos.items():
+        for suffix, one, spec in _arrays(leaf, placed[path]):
+            size = device_bytes(one, spec, plan.mesh)
+            flag = "yes" if path in trained else ""
+            shape = "×".join(map(str, one.shape))
+            rows.append((path + suffix, shape, one.dtype, _spec_text(spec), f"{size:,}", flag))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def bytes_by_dtype(infos: trees.Tree) -> str:
+    """Bytes of a tree of infos by dtype, for people."""
+    parts = [f"{name} {size:,}" for name, size in trees.bytes_by_dtype(_plain(infos)).items()]
+    return ", ".join(parts)
+
+
+def _arrays(leaf: Any, spec: Any) -> list[tuple[str, info.ParamInfo, P]]:
+    if isinstance(leaf, qwix.QArray):
+        return [(".qvalue", leaf.qvalue, spec.qvalue), (".scale", leaf.scale, spec.scale)]
+    return [("", leaf, spec)]
+
+
+def _spec_text(spec: P) -> str:
+    return "(" + ", ".join(str(axis) if axis else "-" for axis in spec) + ")"
+
+
+def device_bytes(leaf: info.ParamInfo, spec: P, mesh: Mesh) -> int:
+    """Bytes of one array on one device."""
+    shape = [
+        n // (mesh.shape[axis] if axis else 1) for n, axis in zip(leaf.shape, spec, strict=True)
+    ]
+    return trees.leaf_bytes(jax.ShapeDtypeStruct(tuple(shape), np.dtype(jnp.dtype(leaf.dtype))))
+
+
+def _plain(infos: trees.Tree) -> Any:
+    """A tree of infos as abstract arrays."""
+    return jax.tree.map(lambda leaf: leaf.abstract, infos)

@@ -1,0 +1,220 @@
+"""From a configuration to everything that the loop needs: the one place where parts meet."""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+import purelora
+from purelora import boundary, checkpoint, compilation, config, errors, info, optim, specs
+from purelora import plan as plans
+from purelora import state as states
+from purelora import step as steps
+from purelora import tree as trees
+from purelora.data import load as data_load
+from purelora.io import builtin
+from purelora.io import load as weights
+from purelora.models import causal_lm
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that the loop reads and never changes.
+
+    Attributes:
+      plan: the resolved configuration.
+      model: the opened model; its tokenizer serves the samples.
+      data: batches and template.
+      base: the frozen weights.
+      train_step: `(state, base, batch) -> (state, metrics)`, compiled.
+      eval_step: `(trainable, base, batch) -> (loss_sum, weight_sum)`, jitted.
+      total_steps: the step at which the run ends.
+      checkpoints: where the run saves.
+      meta: what is stored with each checkpoint and must agree when the run is continued.
+    """
+
+    plan: plans.Plan
+    model: builtin.Model
+    data: data_load.RunData
+    base: trees.Tree
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    total_steps: int
+    checkpoints: checkpoint.Checkpoints
+    meta: Mapping[str, Any]
+
+    @property
+    def settings(self) -> config.Config:
+        return self.plan.config
+
+    def is_due(self, step: int, every: int | None) -> bool:
+        """Whether something that is done every so many steps is done after this one."""
+        return every is not None and step % every == 0
+
+    def place(self, batch: steps.Batch) -> steps.Batch:
+        """Puts a batch on the devices, rows split over the mesh."""
+        return jax.device_put(batch, specs.shardings(specs.BATCH_SPEC, self.plan.mesh))
+
+
+def open_and_plan(settings: config.Config, say: Say) -> tuple[builtin.Model, plans.Plan]:
+    """Opens the model (fetching it if need be) and resolves the run, without reading weights."""
+    model = builtin.open_model(settings.model.path, progress=fetch_progress(say))
+    plan = plans.make(settings, model.source.config, model.source.path, jax.devices())
+    return model, plan
+
+
+def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states.TrainState]:
+    """Loads data and weights, makes or restores the state and compiles the step."""
+    settings = plan.config
+    data = data_load.load(settings, model.tokenizer)
+    say(f"{data.report}\n{plan.describe_targets()}")
+    total = settings.steps or (settings.epochs or 0) * data.train.steps_per_epoch
+    schedule_steps = settings.optim.schedule_steps or total
+    checkpoints = checkpoint.Checkpoints(
+        pathlib.Path(settings.workdir) / "checkpoints", keep_last=settings.checkpoint.keep_last
+    )
+    saved = _saved_step(settings, checkpoints)
+
+    loaded = _load_weights(model, plan, say)
+    meta = _meta(plan, loaded, data, schedule_steps)
+    if saved is not None:
+        checkpoint.check_resumable(checkpoints.meta(saved), meta, config.RESUMABLE)
+    split = _through_boundary(plan, loaded.tree)
+
+    tx = optim.transformation(settings.optim, optim.decayed_leaves(plan.trainable_infos))
+    layout = _layout(plan, tx)
+    state = _state(plan, layout, tx, split.trainable, checkpoints, saved, say)
+    forward = causal_lm.make_forward(
+        plan.model, plan.execution, plan.gathers, settings.lora.lora_dropout
+    )
+    schedule = optim.schedule(settings.optim, schedule_steps)
+    run = Run(
+        plan=plan,
+        model=model,
+        data=data,
+        base=split.base,
+        train_step=steps.make_train_step(forward, tx, schedule, layout),
+        eval_step=steps.make_eval_step(forward, layout),
+        total_steps=total,
+        checkpoints=checkpoints,
+        meta=meta,
+    )
+    return _compiled(run, state, say), state
+
+
+def fetch_progress(say: Say) -> Callable[[int, int], None]:
+    """Reports a download at every tenth of it."""
+    tenths: set[int] = set()
+
+    def report(done: int, total: int) -> None:
+        tenth = done * 10 // max(total, 1)
+        if tenth not in tenths:
+            tenths.add(tenth)
+            say(f"fetching the model: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    return report
+
+
+def _saved_step(settings: config.Config, checkpoints: checkpoint.Checkpoints) -> int | None:
+    """The step to continue from, None for a fresh run; by `checkpoint.resume`."""
+    found, mode = checkpoints.steps(), settings.checkpoint.resume
+    if mode == "must" and not found:
+        raise errors.CheckpointError(
+            "checkpoint.resume", mode, f"there is no checkpoint in {settings.workdir}",
+            "set workdir to a run's folder, or checkpoint.resume='auto'",
+        )
+    if mode == "never" and found:
+        raise errors.CheckpointError(
+            "checkpoint.resume", mode,
+            f"{settings.workdir} holds a run with a checkpoint at step {found[-1]}",
+            "choose another workdir, or remove that folder",
+        )
+    return found[-1] if found else None
+
+
+def _load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.Loaded:
+    infos = plan.base_infos or plan.trainable_infos
+    placed = plan.base_specs or plan.trainable_specs
+    start = time.perf_counter()
+    loaded = weights.load(model.source, plan.model, infos, specs.shardings(placed, plan.mesh))
+    jax.block_until_ready(loaded.tree)
+    say(
+        f"base: {plans.bytes_by_dtype(infos)} bytes, "
+        f"read in {time.perf_counter() - start:.1f} s, fingerprint {loaded.fingerprint[:12]}"
+    )
+    return loaded
+
+
+def _through_boundary(plan: plans.Plan, base: trees.Tree) -> boundary.Split:
+    """Base and fresh adapters into the NNX module, and out of it as trained and frozen trees."""
+    adapters: trees.Tree = {}
+    if plan.config.lora.enabled:
+        make = functools.partial(info.initial_tree, plan.trainable_infos)
+        placed = specs.shardings(plan.trainable_specs, plan.mesh)
+        adapters = jax.jit(lambda key: make(key=key), out_shardings=placed)(
+            jax.random.key(plan.config.seed)
+        )
+    placed_specs = trees.combine(plan.base_specs, plan.trainable_specs)
+    module = boundary.wrap(base, adapters, placed_specs, plan.model.logits)
+    return boundary.split(module, boundary.trainable_filter(plan.config.lora.enabled))
+
+
+def _layout(plan: plans.Plan, tx: optax.GradientTransformation) -> steps.Layout:
+    abstract = jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos)
+    state_specs = states.state_specs(plan.trainable_specs, tx, abstract, P())
+    return steps.Layout(plan.mesh, plan.trainable_specs, plan.base_specs, state_specs)
+
+
+def _state(
+    plan: plans.Plan,
+    layout: steps.Layout,
+    tx: optax.GradientTransformation,
+    trainable: trees.Tree,
+    checkpoints: checkpoint.Checkpoints,
+    saved: int | None,
+    say: Say,
+) -> states.TrainState:
+    """A fresh state, or the saved one."""
+    placed = specs.shardings(layout.state, plan.mesh)
+    create = functools.partial(states.create, tx=tx)
+    key = jax.random.fold_in(jax.random.key(plan.config.seed), 1)
+    make = jax.jit(lambda leaves, k: create(leaves, key=k), out_shardings=placed, donate_argnums=0)
+    if saved is None:
+        return make(trainable, key)
+    shapes = jax.eval_shape(lambda leaves, k: create(leaves, key=k), trainable, key)
+    like = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        placed,
+    )
+    say(f"resuming from step {saved}")
+    return checkpoints.restore(saved, like)
+
+
+def _meta(
+    plan: plans.Plan, loaded: weights.Loaded, data: data_load.RunData, schedule_steps: int
+) -> dict[str, Any]:
+    settings = config.as_flat(plan.config) | {"optim.schedule_steps": schedule_steps}
+    return {
+        "config": settings,
+        "base_fingerprint": loaded.fingerprint,
+        "data_fingerprint": data.fingerprint,
+        "versions": {"purelora": purelora.__version__, "jax": jax.__version__},
+    }
+
+
+def _compiled(run: Run, state: states.TrainState, say: Say) -> Run:
+    """Compiles the train step for the one shape that the run has."""
+    batch = run.place(run.data.train.batch(0))
+    compiled = compilation.compile_now(run.train_step, state, run.base, batch)
+    say(f"train step compiled in {compiled}")
+    return dataclasses.replace(run, train_step=compiled.call)
+

@@ -1,0 +1,108 @@
+"""An independent Llama for comparison: one document at a time, merged weights, nothing clever.
+
+It shares no code with purelora and takes another route wherever there is one: adapters are merged
+into the weights, weights are dequantised whole, rotary positions are complex numbers, heads and
+layers are Python loops, and the loss sees all logits.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purelora import tree as trees
+
+Flat = dict[str, jax.Array]
+
+
+def dequantised(base: Mapping[str, Any]) -> Flat:
+    """Flat float weights: each code times the scale of its tile."""
+    flat: Flat = {}
+    for path, leaf in trees.flatten(base).items():
+        if hasattr(leaf, "qvalue"):
+            codes, scale = np.asarray(leaf.qvalue, np.float32), np.asarray(leaf.scale)
+            for axis, (length, tiles) in enumerate(zip(codes.shape, scale.shape, strict=True)):
+                scale = np.repeat(scale, length // tiles, axis)
+            leaf = jnp.asarray(codes * scale)
+        flat[path] = leaf
+    return flat
+
+
+def merged(weights: Flat, adapters: Mapping[str, Any], scaling: float) -> Flat:
+    """`W + scaling · A B`; tables are [V, D], so theirs is transposed."""
+    flat, out = trees.flatten(adapters), dict(weights)
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in flat):
+        delta = scaling * (flat[f"{path}.lora_a"] @ flat[f"{path}.lora_b"])
+        own = path if f"{path}.weight" in weights else "embed_tokens"
+        transposed = path == "lm_head"
+        out[f"{path}.weight"] = weights[f"{own}.weight"] + (delta.T if transposed else delta)
+    return out
+
+
+def logits(weights: Flat, tokens_T: jax.Array, config: Mapping[str, Any]) -> jax.Array:
+    """Logits `[T, V]` of one document."""
+    x = weights["embed_tokens.weight"][tokens_T]
+    for index in range(config["num_hidden_layers"]):
+        layer = {
+            path.removeprefix("layers."): array[index]
+            for path, array in weights.items()
+            if path.startswith("layers.")
+        }
+        x = x + _attention(_norm(x, layer["input_layernorm.weight"], config), layer, config)
+        x = x + _mlp(_norm(x, layer["post_attention_layernorm.weight"], config), layer)
+    head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
+    return _norm(x, weights["norm.weight"], config) @ head.T
+
+
+def loss_sum(
+    weights: Flat, tokens: Any, targets: Any, token_weights: Any, config: Mapping[str, Any]
+) -> jax.Array:
+    """Weighted loss sum of rows `[R, T]` that hold one document each, padded at the end."""
+
+    def row(tokens_T: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(logits(weights, tokens_T, config), axis=-1)
+        return -jnp.sum(log_p[jnp.arange(len(targets_T)), targets_T] * weights_T)
+
+    return jax.vmap(row)(*map(jnp.asarray, (tokens, targets, token_weights))).sum()
+
+
+def _norm(x_TD: jax.Array, weight_D: jax.Array, config: Mapping[str, Any]) -> jax.Array:
+    mean_square = (x_TD**2).mean(-1, keepdims=True)
+    return x_TD / jnp.sqrt(mean_square + config["rms_norm_eps"]) * weight_D[None]
+
+
+def _linear(x_TD: jax.Array, layer: Flat, name: str) -> jax.Array:
+    y = x_TD @ layer[f"{name}.weight"]
+    return y + layer[f"{name}.bias"][None] if f"{name}.bias" in layer else y
+
+
+def _mlp(x_TD: jax.Array, layer: Flat) -> jax.Array:
+    gate = _linear(x_TD, layer, "mlp.gate_proj")
+    return _linear(gate * jax.nn.sigmoid(gate) * _linear(x_TD, layer, "mlp.up_proj"), layer,
+                   "mlp.down_proj")
+
+
+def _attention(x_TD: jax.Array, layer: Flat, config: Mapping[str, Any]) -> jax.Array:
+    length, heads = len(x_TD), config["num_attention_heads"]
+    group = heads // config.get("num_key_value_heads", heads)
+    size = config.get("head_dim", config["hidden_size"] // heads)
+    q, k, v = (_linear(x_TD, layer, f"self_attn.{n}_proj") for n in "qkv")
+    future = np.triu(np.ones((length, length), bool), 1)
+    outs = []
+    for n in range(heads):
+        own, shared = slice(n * size, (n + 1) * size), n // group
+        kv = slice(shared * size, (shared + 1) * size)
+        scores = _rotated(q[:, own], config) @ _rotated(k[:, kv], config).T / size**0.5
+        outs.append(jax.nn.softmax(jnp.where(future, -jnp.inf, scores), axis=-1) @ v[:, kv])
+    return _linear(jnp.concatenate(outs, axis=-1), layer, "self_attn.o_proj")
+
+
+def _rotated(x_TH: jax.Array, config: Mapping[str, Any]) -> jax.Array:
+    """Position p turns the pair (i, i + H/2) by `p · theta^(-2i/H)`, as complex numbers."""
+    half = x_TH.shape[1] // 2
+    frequencies = config["rope_theta"] ** -(np.arange(half) / half)
+    angles = np.arange(len(x_TH))[:, None] * frequencies[None]
+    turned = jax.lax.complex(x_TH[:, :half], x_TH[:, half:]) * np.exp(1j * angles).astype("c8")
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)

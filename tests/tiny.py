@@ -1,0 +1,229 @@
+"""Tiny models, batches and compiled steps that the tests share."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from purelora import config, info, lora, optim, quant, specs, state, step
+from purelora import tree as trees
+from purelora.models import causal_lm, layers
+
+VOCAB, LENGTH, ROWS, LAYERS = 64, 12, 32, 3
+LEARNING_RATE = 64.0  # A power of two, so that gradients are read off an SGD step without rounding.
+
+
+def hf_config(**changes: Any) -> dict[str, Any]:
+    """A Llama config.json with `changes`; a change to None removes the key."""
+    base = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    return {key: value for key, value in (base | changes).items() if value is not None}
+
+
+def model(**changes: Any) -> causal_lm.CausalLM:
+    """A model without adapters."""
+    return causal_lm.from_hf(hf_config(**changes), "config.json", dtype="float32")
+
+
+def with_lora(
+    plain: causal_lm.CausalLM, targets: Any = "all-linear", exclude: Any = (), r: int = 4
+) -> causal_lm.CausalLM:
+    """`plain` with adapters of rank `r` and scaling 2."""
+    found = lora.resolve_targets(
+        plain.modules, r=r, lora_alpha=2.0 * r, target_modules=targets, exclude_modules=exclude
+    )
+    return plain.with_targets(found)
+
+
+def noisy(tree: trees.Tree, scale: float = 0.1, seed: int = 9) -> trees.Tree:
+    """`tree` with normal noise on every leaf, so that norms, biases and `lora_b` matter too."""
+    rng = np.random.default_rng(seed)
+    return trees.map_leaves(
+        lambda a: a + scale * jnp.asarray(rng.standard_normal(a.shape), a.dtype), tree
+    )
+
+
+def weights(m: causal_lm.CausalLM) -> trees.Tree:
+    """Random weights of all parameters of `m`."""
+    return noisy(info.initial_tree(m.infos, key=jax.random.key(1)))
+
+
+def adapters(m: causal_lm.CausalLM, *, fresh: bool = False) -> trees.Tree:
+    """The adapters of `m`, as at step 0 (`fresh`) or as if trained."""
+    start = info.initial_tree(m.adapter_infos(), key=jax.random.key(2))
+    return start if fresh else noisy(start)
+
+
+def quantised(
+    m: causal_lm.CausalLM, floats: trees.Tree, qtype: str, tile: int | None = None, skip: Any = ()
+) -> tuple[trees.Tree, trees.Tree]:
+    """The frozen base of `floats` and its infos."""
+    infos = quant.quantised_infos(m.infos, qtype=qtype, tile_size=tile, skip=skip)
+    base = trees.map_leaves(
+        lambda w, i: w if isinstance(i, info.ParamInfo) else quant.quantise(w, i), floats, infos
+    )
+    return base, infos
+
+
+def mesh(data: int = 1, fsdp: int = 1) -> Mesh:
+    return specs.make_mesh(data, fsdp, jax.devices()[: data * fsdp])
+
+
+def inputs(tokens_BT: Any) -> layers.Inputs:
+    """Whole rows of one document each."""
+    tokens = jnp.asarray(tokens_BT, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return layers.Inputs(tokens, positions, jnp.ones_like(tokens))
+
+
+def tokens(rows: int, length: int = LENGTH, seed: int = 5) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, length)).astype(np.int32)
+
+
+def flat_batch() -> step.Batch:
+    """`[ROWS, LENGTH]`: documents of all lengths, uneven weights, rows and devices without any.
+
+    Rows 4 to 7 (one device's rows of 8 devices) have no supervised token and row 5 no token at all.
+    """
+    rng = np.random.default_rng(7)
+    ids = tokens(ROWS, LENGTH + 1, seed=8)
+    lengths = rng.integers(2, LENGTH + 1, ROWS)
+    lengths[5], lengths[9] = 0, LENGTH
+    place = np.arange(LENGTH, dtype=np.int32)[None]
+    real = place < lengths[:, None]
+    supervised = real & (place >= rng.integers(0, LENGTH, ROWS)[:, None])
+    supervised[4:8], supervised[9] = False, real[9]
+    scale = rng.choice(np.float32([0.5, 1.0, 2.0]), (ROWS, 1))
+    return step.Batch(
+        tokens=np.where(real, ids[:, :-1], 0),
+        targets=np.where(real, ids[:, 1:], 0),
+        weights=supervised * scale,
+        segment_ids=real.astype(np.int32),
+        positions=np.where(real, place, 0),
+    )
+
+
+def micro_batches(flat: step.Batch, accum: int) -> step.Batch:
+    """`[R, T]` arrays as `[accum, R / accum, T]`."""
+    return step.Batch(*(a.reshape(accum, -1, a.shape[-1]) for a in flat))
+
+
+def optim_config(name: str) -> config.OptimConfig:
+    """Plain SGD at a constant rate, or AdamW with all that it offers."""
+    sgd = config.OptimConfig(
+        name="sgd",
+        learning_rate=LEARNING_RATE,
+        schedule="constant",
+        schedule_steps=None,
+        warmup_steps=0,
+        min_lr_ratio=0.0,
+        b1=0.9,
+        b2=0.999,
+        eps=1e-8,
+        momentum=0.0,
+        weight_decay=0.0,
+        clip_norm=None,
+    )
+    if name == "sgd":
+        return sgd
+    changes = {"learning_rate": 0.01, "weight_decay": 0.1, "clip_norm": 1.0, "warmup_steps": 2}
+    return dataclasses.replace(sgd, name="adamw", schedule="linear", **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How a step is put together."""
+
+    qtype: str = "none"
+    tile: int | None = None
+    lora: bool = True
+    data: int = 1
+    fsdp: int = 1
+    accum: int = 1
+    sharded: bool = False
+    scan: bool = True
+    remat: bool = False
+    optimiser: str = "sgd"
+    dropout: float = 0.0
+    layers: int = LAYERS
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        base = "full" if not self.lora else f"{self.qtype}{self.tile or ''}"
+        names = ("sharded", "scan", "remat")
+        flags = [n for n in names if getattr(self, n)]
+        return "-".join([base, f"{self.data}x{self.fsdp}", f"M{self.accum}", *flags])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trainer:
+    """A compiled step with what it needs. The trees are placed; `new_state` makes one to donate."""
+
+    model: causal_lm.CausalLM
+    trainable: trees.Tree
+    base: trees.Tree
+    layout: step.Layout
+    tx: Any
+    schedule: optim.Schedule
+    step: Callable[..., Any]
+    eval: Callable[..., Any]
+
+    def new_state(self, trainable: trees.Tree | None = None, start: int = 0) -> state.TrainState:
+        """The state before step `start`, in buffers of its own."""
+        leaves = jax.device_get(self.trainable if trainable is None else trainable)
+        fresh = state.create(leaves, self.tx, key=jax.random.key(0))
+        fresh = fresh._replace(step=jnp.int32(start))
+        placed = specs.shardings(self.layout.state, self.layout.mesh)
+        return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=placed)(fresh)
+
+
+@functools.cache
+def trainer(case: Case) -> Trainer:
+    """The step of a case; compiled at its first call and shared by all tests of the process."""
+    plain = model(num_hidden_layers=case.layers)
+    m = with_lora(plain) if case.lora else plain
+    base, base_infos = quantised(m, weights(m), case.qtype, case.tile)
+    on = mesh(case.data, case.fsdp)
+    base_specs = specs.spec_tree(base_infos, on)
+    trainable, infos, train_specs = base, m.infos, base_specs
+    if case.lora:
+        trainable, infos = adapters(m), m.adapter_infos()
+        rules = specs.adapter_rules(specs.RULES, case.sharded)
+        train_specs = specs.spec_tree(infos, on, rules)
+    else:
+        base, base_specs = {}, {}
+
+    cfg = optim_config(case.optimiser)
+    tx = optim.transformation(cfg, optim.decayed_leaves(infos))
+    schedule = optim.schedule(cfg, 10)
+    abstract = trees.map_leaves(lambda i: i.abstract, infos)
+    state_specs = state.state_specs(train_specs, tx, abstract, specs.P())
+    layout = step.Layout(on, train_specs, base_specs, state_specs)
+    gathers = specs.gathers(base_specs) if case.lora else specs.gathers(train_specs)
+    execution = causal_lm.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
+    forward = causal_lm.make_forward(m, execution, gathers, case.dropout)
+    return Trainer(
+        model=m,
+        trainable=jax.device_put(trainable, specs.shardings(train_specs, on)),
+        base=jax.device_put(base, specs.shardings(base_specs, on)),
+        layout=layout,
+        tx=tx,
+        schedule=schedule,
+        step=step.make_train_step(forward, tx, schedule, layout),
+        eval=step.make_eval_step(forward, layout),
+    )

@@ -75,9 +75,12 @@ class Checkpoints:
             remedy = "choose another workdir, or delete the folder"
             raise errors.CheckpointError(str(path), None, "already holds this step", remedy)
         flat = _flat(state)
-        impls = {name: str(jax.random.key_impl(leaf)) for name, leaf in flat.items() if _is_key(leaf)}
+        impls = {
+            name: str(jax.random.key_impl(leaf)) for name, leaf in flat.items() if _is_key(leaf)
+        }
         arrays = {
-            name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in flat.items()
+            name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            for name, leaf in flat.items()
         }
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(arrays, custom_metadata={"key_impls": impls}),
@@ -102,12 +105,7 @@ class Checkpoints:
             in path, shape or dtype. All those leaves are named, and no array has been read yet.
         """
         path = self._complete_path(step)
-        with _damaged(path):
-            metadata = self._orbax.metadata(path).item_metadata["state"]
-            impls = metadata.custom_metadata["key_impls"]
-            saved = {name: _abstract(leaf) for name, leaf in metadata.tree.items()}
-            for name, impl in impls.items():
-                saved[name] = _key_of(saved[name], impl)
+        saved, impls = self._saved(path)
         wanted = _flat(like)
         problems = list(_differences(saved, wanted))
         if problems:
@@ -123,8 +121,8 @@ class Checkpoints:
             )["state"]
         for name, impl in impls.items():
             read[name] = jax.random.wrap_key_data(read[name], impl=impl)
-        structure = jax.tree.structure(like)
-        restored: state.TrainState = structure.unflatten([read[name] for name in wanted])
+        leaves = [read[name] for name in wanted]
+        restored: state.TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return restored
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -142,6 +140,21 @@ class Checkpoints:
     def close(self) -> None:
         """Frees what orbax holds. Every save is complete when it returns, so none is lost."""
         self._orbax.close()
+
+    def _saved(self, path: Path) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, str]]:
+        """Shape and dtype of every saved leaf, and the implementations of those that are keys."""
+        with _damaged(path):
+            metadata = self._orbax.metadata(path).item_metadata["state"]
+            if metadata is None:
+                raise FileNotFoundError("the metadata of the state is missing")
+            impls: dict[str, str] = metadata.custom_metadata["key_impls"]
+            leaves = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                for name, leaf in metadata.tree.items()
+            }
+            for name, impl in impls.items():
+                leaves[name] = _key_of(leaves[name], impl)
+        return leaves, impls
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -186,7 +199,8 @@ def check_resumable(
     problems = [
         _changed(key, before, after)
         for key in dict.fromkeys([*after, *before])
-        if key not in resumable and (key not in before or key not in after or before[key] != after[key])
+        if key not in resumable
+        and (key not in before or key not in after or before[key] != after[key])
     ]
     if problems:
         raise errors.CheckpointError.of(problems)
@@ -239,11 +253,6 @@ def _key_of(data: jax.ShapeDtypeStruct, impl: str) -> jax.ShapeDtypeStruct:
     return key
 
 
-def _abstract(saved: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a saved leaf, from orbax's metadata of it."""
-    return jax.ShapeDtypeStruct(saved.shape, saved.dtype)
-
-
 def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[errors.Problem]:
     for name in dict.fromkeys([*wanted, *saved]):
         has = _describe(saved[name]) if name in saved else "absent"
@@ -278,7 +287,9 @@ class _Explained:
         traceback: types.TracebackType | None,
     ) -> None:
         if kind is Exception or isinstance(error, (OSError, ValueError, KeyError)):
-            what = f"{self.what} ({str(error)[:200]})"
+            # The bare one has the reason in its cause.
+            cause = error.__cause__ if error is not None and kind is Exception else None
+            what = f"{self.what} ({str(cause or error)[:300]})"
             raise errors.CheckpointError(str(self.path), None, what, self.remedy) from error
 
 

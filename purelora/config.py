@@ -470,6 +470,8 @@ def as_flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 # Settings that may differ between a run and its continuation.
 RESUMABLE: Sequence[str] = (
+    "model.path",  # The fingerprints of base and data say whether they are the same.
+    "data.train",
     "workdir",
     "steps",
     "epochs",

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from purelora import errors, info
 from purelora import tree as trees
@@ -215,7 +216,7 @@ def delta(x: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scaling: jax.Array
       lora_b: `[r, N]`.
       scaling: scalar.
     """
-    xa = x @ lora_a.astype(x.dtype)
+    xa = checkpoint_name(x @ lora_a.astype(x.dtype), "lora_xa")
     return (xa * scaling.astype(x.dtype)) @ lora_b.astype(x.dtype)
 
 

@@ -239,6 +239,10 @@ def peak_flops_per_sec(device_kinds: Sequence[str]) -> float | None:
     return sum(_PEAK_FLOPS_PER_SEC[kind] for kind in device_kinds)
 
 
+# A short bar, so that a terminal's width leaves room for what comes after it.
+_BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n}/{total} [{elapsed}<{remaining}]{postfix}"
+
+
 class Progress:
     """How far a run is: a live bar on a terminal, a plain line every `log_steps` elsewhere."""
 
@@ -272,7 +276,7 @@ class Progress:
                 initial=done_steps,
                 file=self._stream,
                 dynamic_ncols=True,
-                bar_format="{percentage:3.0f}%|{bar:10}| {n}/{total} [{elapsed}<{remaining}]{postfix}",
+                bar_format=_BAR_FORMAT,
             )
 
     def update(self, record: TrainRecord) -> None:

@@ -83,26 +83,25 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     )
     saved = _saved_step(settings, checkpoints)
 
-    loaded = _load_weights(model, plan, say)
+    loaded = load_weights(model, plan, say)
     meta = _meta(plan, loaded, data, schedule_steps)
     if saved is not None:
         checkpoint.check_resumable(checkpoints.meta(saved), meta, config.RESUMABLE)
-    split = _through_boundary(plan, loaded.tree)
+    split = through_boundary(plan, loaded.tree)
 
     tx = optim.transformation(settings.optim, optim.decayed_leaves(plan.trainable_infos))
-    layout = _layout(plan, tx)
-    state = _state(plan, layout, tx, split.trainable, checkpoints, saved, say)
-    forward = causal_lm.make_forward(
-        plan.model, plan.execution, plan.gathers, settings.lora.lora_dropout
-    )
-    schedule = optim.schedule(settings.optim, schedule_steps)
+    layout = layout_of(plan, tx)
+    state = fresh_state(plan, layout, tx, split.trainable)
+    if saved is not None:
+        say(f"resuming from step {saved}")
+        state = checkpoints.restore(saved, _abstract(state))
     run = Run(
         plan=plan,
         model=model,
         data=data,
         base=split.base,
-        train_step=steps.make_train_step(forward, tx, schedule, layout),
-        eval_step=steps.make_eval_step(forward, layout),
+        train_step=train_step(plan, layout, tx, schedule_steps),
+        eval_step=steps.make_eval_step(_forward(plan), layout),
         total_steps=total,
         checkpoints=checkpoints,
         meta=meta,
@@ -110,15 +109,15 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     return _compiled(run, state, say), state
 
 
-def fetch_progress(say: Say) -> Callable[[int, int], None]:
+def fetch_progress(say: Say) -> Callable[[str, int, int], None]:
     """Reports a download at every tenth of it."""
-    tenths: set[int] = set()
+    tenths: set[tuple[str, int]] = set()
 
-    def report(done: int, total: int) -> None:
-        tenth = done * 10 // max(total, 1)
+    def report(what: str, done_bytes: int, total_bytes: int) -> None:
+        tenth = (what, done_bytes * 10 // max(total_bytes, 1))
         if tenth not in tenths:
             tenths.add(tenth)
-            say(f"fetching the model: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            say(f"{what}: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB")
 
     return report
 
@@ -140,7 +139,8 @@ def _saved_step(settings: config.Config, checkpoints: checkpoint.Checkpoints) ->
     return found[-1] if found else None
 
 
-def _load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.Loaded:
+def load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.Loaded:
+    """Reads the base into its final dtype, quantisation and placement."""
     infos = plan.base_infos or plan.trainable_infos
     placed = plan.base_specs or plan.trainable_specs
     start = time.perf_counter()
@@ -153,7 +153,7 @@ def _load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.L
     return loaded
 
 
-def _through_boundary(plan: plans.Plan, base: trees.Tree) -> boundary.Split:
+def through_boundary(plan: plans.Plan, base: trees.Tree) -> boundary.Split:
     """Base and fresh adapters into the NNX module, and out of it as trained and frozen trees."""
     adapters: trees.Tree = {}
     if plan.config.lora.enabled:
@@ -167,36 +167,46 @@ def _through_boundary(plan: plans.Plan, base: trees.Tree) -> boundary.Split:
     return boundary.split(module, boundary.trainable_filter(plan.config.lora.enabled))
 
 
-def _layout(plan: plans.Plan, tx: optax.GradientTransformation) -> steps.Layout:
+def layout_of(plan: plans.Plan, tx: optax.GradientTransformation) -> steps.Layout:
+    """Mesh and specs of a run; moments take the spec of their leaf."""
     abstract = jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos)
     state_specs = states.state_specs(plan.trainable_specs, tx, abstract, P())
     return steps.Layout(plan.mesh, plan.trainable_specs, plan.base_specs, state_specs)
 
 
-def _state(
+def fresh_state(
     plan: plans.Plan,
     layout: steps.Layout,
     tx: optax.GradientTransformation,
     trainable: trees.Tree,
-    checkpoints: checkpoint.Checkpoints,
-    saved: int | None,
-    say: Say,
 ) -> states.TrainState:
-    """A fresh state, or the saved one."""
+    """The state before the first step, placed; `trainable` is donated to it."""
+
+    def create(leaves: trees.Tree, key: jax.Array) -> states.TrainState:
+        return states.create(leaves, tx, key=key)
+
     placed = specs.shardings(layout.state, plan.mesh)
-    create = functools.partial(states.create, tx=tx)
     key = jax.random.fold_in(jax.random.key(plan.config.seed), 1)
-    make = jax.jit(lambda leaves, k: create(leaves, key=k), out_shardings=placed, donate_argnums=0)
-    if saved is None:
-        return make(trainable, key)
-    shapes = jax.eval_shape(lambda leaves, k: create(leaves, key=k), trainable, key)
-    like = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        placed,
+    return jax.jit(create, out_shardings=placed, donate_argnums=0)(trainable, key)
+
+
+def train_step(
+    plan: plans.Plan, layout: steps.Layout, tx: optax.GradientTransformation, schedule_steps: int
+) -> Any:
+    """The jitted step of a run."""
+    schedule = optim.schedule(plan.config.optim, schedule_steps)
+    return steps.make_train_step(_forward(plan), tx, schedule, layout)
+
+
+def _forward(plan: plans.Plan) -> steps.Forward:
+    rate = plan.config.lora.lora_dropout
+    return causal_lm.make_forward(plan.model, plan.execution, plan.gathers, rate)
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
     )
-    say(f"resuming from step {saved}")
-    return checkpoints.restore(saved, like)
 
 
 def _meta(

@@ -27,11 +27,12 @@ class Batch(NamedTuple):
     """One global batch in M micro-batches, each array `[M, B, T]`.
 
     Attributes:
-      tokens: int32 ids.
-      targets: int32 ids to predict.
-      weights: float32 weight of each target; 0 leaves it out.
-      segment_ids: int32 document of each token in its row; 0 is padding.
-      positions: int32 position of each token in its document.
+      tokens: int32 ids, 0 in the padding.
+      targets: int32, the next token of the same document; 0 where there is none.
+      weights: float32, 1 where the target is trained on, else 0.
+      segment_ids: int32, 1, 2, ... for the documents of a row, 0 for the padding. Padding is known
+        by this and not by a token id.
+      positions: int32, from 0 in every document; 0 in the padding.
     """
 
     tokens: Any
@@ -130,7 +131,9 @@ def update(
     good = (weight_sum > 0) & jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
     rate = schedule(old.step)
 
-    updates, opt_state = tx.update(grads, old.opt_state, old.trainable)
+    # optax mixes dtypes (its counters are int32), so strict promotion does not hold inside it.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = tx.update(grads, old.opt_state, old.trainable)
     moved = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), old.trainable, updates)
     trainable, opt_state = jax.tree.map(
         lambda new, kept: jnp.where(good, new, kept),

@@ -154,6 +154,14 @@ def test_last_turn_must_nest_itself():
         supervised_text(QWEN3, messages, unnested_template="last_turn")
 
 
+def test_generation_prompt_that_the_answer_does_not_begin_with():
+    # At inference the model is made to think; the template has no thought in the answers it shows.
+    source = CHATML.replace("assistant\\n'", "assistant\\n<think>\\n'")
+    assert source != CHATML
+    with pytest.raises(errors.DataError, match="renders message 1 "):
+        supervised_text(source, (USER, assistant("a")))
+
+
 def test_empty_reasoning_of_the_generation_prompt_is_not_supervised():
     messages = (USER, assistant("a"))
     assert supervised_text(QWEN3, messages, enable_thinking=False) == ["a<|im_end|>\n"]

@@ -192,7 +192,7 @@ def test_too_long_raises_with_line_and_length():
     ],
 )
 def test_nothing_left_stops_before_training(too_long, message):
-    with pytest.raises(errors.DataError, match=rf"^train\.jsonl: {message}.*raise data.max_length"):
+    with pytest.raises(errors.DataError, match=rf"^train\.jsonl: {message}.*raise max_length"):
         build([LONG] * 8, make_tokenizer(), max_length=16, too_long=too_long)
 
 
@@ -255,6 +255,9 @@ def test_fingerprint_sees_tokens_masks_order_and_borders():
     ]
     prints = {examples.fingerprint(made) for made in ([a, b], *other)}
     assert len(prints) == 6
+    # The same bytes but for where an example ends.
+    one, two = [example([7, 1], [0, 1])], [example([7], [1]), example([0], [1])]
+    assert examples.fingerprint(one) != examples.fingerprint(two)
     again = example([1, 2, 3], [0, 1, 1])
     assert examples.fingerprint([again, b]) == examples.fingerprint([a, b])
 

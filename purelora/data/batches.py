@@ -7,33 +7,13 @@ in constant time. Here the rows become arrays.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from purelora import errors
+from purelora import errors, step
 from purelora.data import examples as example_sets
 from purelora.data import packing
-
-
-class Batch(NamedTuple):
-    """One global batch. Every array is [M, B, T]: micro-batches, rows, tokens.
-
-    Attributes:
-      tokens: int32, 0 in the padding.
-      targets: int32, the next token of the same example; 0 where there is none.
-      weights: float32, 1 where the target is trained on, else 0.
-      segment_ids: int32, 1, 2, ... for the examples of a row, 0 for the padding. Padding is known
-        by this and not by a token id.
-      positions: int32, from 0 in every example; 0 in the padding.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +52,24 @@ class Batches:
         """Batches in an epoch; the last one may be short of rows."""
         return -(-len(self.rows) // self.batch_size)
 
-    def rows_at(self, step: int) -> list[packing.Row]:
-        """The rows of batch `step`: `batch_size` of them, or fewer at the end of an epoch."""
-        rows: list[packing.Row] = self._order[step]
+    def rows_at(self, index: int) -> list[packing.Row]:
+        """The rows of batch `index`: `batch_size` of them, or fewer at the end of an epoch."""
+        rows: list[packing.Row] = self._order[index]
         return rows
 
-    def batch(self, step: int) -> Batch:
-        """Batch `step`; rows that a short batch lacks are all padding and have no weight."""
+    def batch(self, index: int) -> step.Batch:
+        """Batch `index`, that of step `index`; rows that a short batch lacks are all padding and have no weight."""
         shape = (self.batch_size, self.max_length)
-        flat = Batch(
+        flat = step.Batch(
             tokens=np.zeros(shape, np.int32),
             targets=np.zeros(shape, np.int32),
             weights=np.zeros(shape, np.float32),
             segment_ids=np.zeros(shape, np.int32),
             positions=np.zeros(shape, np.int32),
         )
-        for index, row in enumerate(self.rows_at(step)):
-            _fill_row(Batch(*(array[index] for array in flat)), [self.examples[i] for i in row])
-        return Batch(*(array.reshape(self.accum_steps, -1, self.max_length) for array in flat))
+        for index, row in enumerate(self.rows_at(index)):
+            _fill_row(step.Batch(*(array[index] for array in flat)), [self.examples[i] for i in row])
+        return step.Batch(*(array.reshape(self.accum_steps, -1, self.max_length) for array in flat))
 
     @functools.cached_property
     def _order(self) -> grain.MapDataset[list[packing.Row]]:
@@ -100,7 +80,7 @@ class Batches:
         return rows.batch(self.batch_size, drop_remainder=False, batch_fn=list).repeat()
 
 
-def _fill_row(row: Batch, examples: Sequence[example_sets.Example]) -> None:
+def _fill_row(row: step.Batch, examples: Sequence[example_sets.Example]) -> None:
     """Writes `examples` one after the other into the arrays of one row."""
     start = 0
     for segment, (tokens, supervised) in enumerate(examples, start=1):

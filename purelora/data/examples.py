@@ -294,7 +294,7 @@ def _too_long_error(
             record.where,
             len(item.example.tokens),
             f"tokens, more than max_length = {max_length}",
-            "raise data.max_length, or set data.too_long to 'drop' or 'truncate'",
+            "raise max_length, or set data.too_long to 'drop' or 'truncate'",
         )
         for record, item in zip(records, encoded, strict=True)
         if len(item.example.tokens) > max_length
@@ -313,5 +313,5 @@ def _nothing_left_error(where: str, report: DataReport) -> errors.DataError:
         where.rpartition(":")[0],
         None,
         f"none of its {report.records} records is left to train on: " + ", ".join(reasons),
-        "raise data.max_length" if report.too_long else "let assistant messages train",
+        "raise max_length" if report.too_long else "let assistant messages train",
     )

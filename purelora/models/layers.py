@@ -15,16 +15,21 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from purelora import lora, params, quant
 from purelora import tree as trees
 
-# Large and negative, but finite: a row that may see nothing then gets a uniform softmax, not NaN.
-MASKED = -1e30
+# What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
+# matmuls and of attention. Norms, rotations and activations are recomputed from them, which costs
+# nothing that can be measured and halves the memory.
+SAVED_NAMES = (
+    "attention_query", "attention_key", "attention_value", "attention_out", "attention_lse",
+    "after_attention", "mlp_gate", "mlp_up", "lora_xa",
+)  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -126,33 +131,9 @@ def rope(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def segment_mask(segment_ids_BT: jax.Array) -> jax.Array:
-    """`[B, T, S]`: causal inside each segment, nothing across a border.
-
-    A padding query (segment 0) sees the other padding of its row, so its softmax is finite; no real
-    query sees padding.
-    """
-    same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    length = segment_ids_BT.shape[1]
-    causal = np.tril(np.ones((1, length, length), bool))
-    return same & causal
-
-
 def cache_mask(positions_BT: jax.Array, length: int) -> jax.Array:
     """`[B, T, S]` for a cache of `length` slots, slot s holding position s: s <= position."""
     return jnp.arange(length)[None, None, :] <= positions_BT[:, :, None]
-
-
-def attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, *, scale: float
-) -> jax.Array:
-    """Grouped-query softmax attention, `[B, T, N, H]`; scores and softmax in float32."""
-    q = einops.rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
-    scores = jnp.einsum("BKGTH,BSKH->BKGTS", q, k_BSKH, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask_BTS[:, None, None], scores * scale, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
-    out = jnp.einsum("BKGTS,BSKH->BKGTH", weights, v_BSKH)
-    return einops.rearrange(out, "B K G T H -> B T (K G) H")
 
 
 def gated_mlp(
@@ -162,8 +143,8 @@ def gated_mlp(
     dropout: Dropout | None,
 ) -> jax.Array:
     """`down(activation(gate(x)) · up(x))` (Shazeer 2020)."""
-    gate_BTF = linear(x_BTD, mlp["gate_proj"], dropout)
-    up_BTF = linear(x_BTD, mlp["up_proj"], dropout)
+    gate_BTF = checkpoint_name(linear(x_BTD, mlp["gate_proj"], dropout), "mlp_gate")
+    up_BTF = checkpoint_name(linear(x_BTD, mlp["up_proj"], dropout), "mlp_up")
     return linear(activation(gate_BTF) * up_BTF, mlp["down_proj"], dropout)
 
 
@@ -182,14 +163,15 @@ def run_stack(
       x_BTD: the activations.
       stack: pytree whose arrays lead with the layer axis.
       scan: one compiled body for all layers, or every layer compiled by itself.
-      remat: recompute each layer in the backward pass instead of saving what is inside it.
+      remat: recompute each layer in the backward pass; otherwise only what is cheap, see
+        `SAVED_NAMES`.
 
     Returns:
       The activations and the stacked `out`s.
     """
-    if remat:
-        # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
-        block = jax.checkpoint(block, prevent_cse=not scan)
+    policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+    # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
+    block = jax.checkpoint(block, prevent_cse=not scan, policy=policy)
     if scan:
         return jax.lax.scan(block, x_BTD, stack)
     outs = []

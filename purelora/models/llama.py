@@ -5,18 +5,20 @@ are one stack; the head is the embedding table (`tie_word_embeddings`) or a matr
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from purelora import errors, lora, params
 from purelora import tree as trees
 from purelora.info import ParamInfo
-from purelora.models import layers, rope
+from purelora.models import attention, layers, rope
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
@@ -211,14 +213,13 @@ def hidden(
       remat: recompute every block in the backward pass.
       dropout: dropout on the adapters' inputs, None outside training.
     """
-    mask_BTS = layers.segment_mask(inputs.segment_ids_BT)
     angles = layers.rope_angles(inputs.positions_BT, np.asarray(cfg.inv_freq))
 
     def body(x_BTD: jax.Array, xs: tuple[trees.Tree, jax.Array]) -> tuple[jax.Array, None]:
         layer, index = xs
         layer_dropout = None if dropout is None else dropout.for_layer(index)
-        x_BTD, _ = _block(x_BTD, layer, angles, mask_BTS, cfg, layer_dropout)
-        return x_BTD, None
+        attend = functools.partial(_attend, segments_BT=inputs.segment_ids_BT, angles=angles, cfg=cfg)
+        return _block(x_BTD, layer, attend, cfg, layer_dropout)
 
     x_BTD = layers.embed(inputs.tokens_BT, bound["embed_tokens"], dtype)
     stack = (bound["layers"], jnp.arange(cfg.num_hidden_layers))
@@ -241,7 +242,15 @@ def hidden_cached(
 
     def body(x_BTD: jax.Array, xs: tuple[trees.Tree, Cache]) -> tuple[jax.Array, Cache]:
         layer, layer_cache = xs
-        return _block(x_BTD, layer, angles, mask_BTS, cfg, None, (layer_cache, positions_BT))
+        attend = functools.partial(
+            _attend_cached,
+            cache=layer_cache,
+            positions_BT=positions_BT,
+            mask_BTS=mask_BTS,
+            angles=angles,
+            cfg=cfg,
+        )
+        return _block(x_BTD, layer, attend, cfg, None)
 
     x_BTD = layers.embed(tokens_BT, bound["embed_tokens"], dtype)
     x_BTD, cache = layers.run_stack(body, x_BTD, (bound["layers"], cache), scan=True, remat=False)
@@ -261,53 +270,68 @@ def head(bound: trees.Tree) -> params.Module:
     )
 
 
+# (q_BTNH, k_BSKH, v_BSKH) before rotation -> (out_BTNH, what the stack collects)
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Angles = tuple[jax.Array, jax.Array]
+
+
 def _block(
     x_BTD: jax.Array,
     layer: trees.Tree,
-    angles: tuple[jax.Array, jax.Array],
-    mask_BTS: jax.Array,
+    attend: Attend,
     cfg: LlamaConfig,
     dropout: layers.Dropout | None,
-    cached: tuple[Cache, jax.Array] | None = None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, Any]:
+    """One pre-norm block; returns the activations and what `attend` gives besides its output."""
     with jax.named_scope("attention"):
+        attn = layer["self_attn"]
         normed = layers.rms_norm(x_BTD, layer["input_layernorm"], cfg.rms_norm_eps)
-        out, cache = _attention(normed, layer["self_attn"], angles, mask_BTS, cfg, dropout, cached)
-        x_BTD = x_BTD + out
+        q, k, v = (
+            einops.rearrange(
+                layers.linear(normed, attn[name], dropout), "B T (N H) -> B T N H", H=cfg.head_dim
+            )
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        out_BTNH, extra = attend(q, k, v)
+        joined = einops.rearrange(out_BTNH, "B T N H -> B T (N H)")
+        x_BTD = x_BTD + layers.linear(joined, attn["o_proj"], dropout)
+        x_BTD = checkpoint_name(x_BTD, "after_attention")
     with jax.named_scope("mlp"):
         normed = layers.rms_norm(x_BTD, layer["post_attention_layernorm"], cfg.rms_norm_eps)
         x_BTD = x_BTD + layers.gated_mlp(normed, layer["mlp"], jax.nn.silu, dropout)
-    return x_BTD, cache
+    return x_BTD, extra
 
 
-def _attention(
-    x_BTD: jax.Array,
-    attn: trees.Tree,
-    angles: tuple[jax.Array, jax.Array],
-    mask_BTS: jax.Array,
+def _attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    segments_BT: jax.Array,
+    angles: Angles,
     cfg: LlamaConfig,
-    dropout: layers.Dropout | None,
-    cached: tuple[Cache, jax.Array] | None,
-) -> tuple[jax.Array, Cache | None]:
-    def heads(name: str) -> jax.Array:
-        y = layers.linear(x_BTD, attn[name], dropout)
-        return einops.rearrange(y, "B T (N H) -> B T N H", H=cfg.head_dim)
-
-    q_BTNH = layers.rope(heads("q_proj"), angles)
-    k_BSKH, v_BSKH = layers.rope(heads("k_proj"), angles), heads("v_proj")
-    cache = None
-    if cached is not None:
-        cache = _write_cache(*cached, k_BSKH, v_BSKH)
-        k_BSKH, v_BSKH = cache
-    out = layers.attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=cfg.head_dim**-0.5)
-    merged = einops.rearrange(out, "B T N H -> B T (N H)")
-    return layers.linear(merged, attn["o_proj"], dropout), cache
+) -> tuple[jax.Array, None]:
+    q = checkpoint_name(layers.rope(q_BTNH, angles), "attention_query")
+    k = checkpoint_name(layers.rope(k_BSKH, angles), "attention_key")
+    v = checkpoint_name(v_BSKH, "attention_value")
+    return attention.causal_attention(q, k, v, segments_BT, cfg.head_dim**-0.5), None
 
 
-def _write_cache(
-    cache: Cache, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
-) -> Cache:
+def _attend_cached(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    cache: Cache,
+    positions_BT: jax.Array,
+    mask_BTS: jax.Array,
+    angles: Angles,
+    cfg: LlamaConfig,
+) -> tuple[jax.Array, Cache]:
     rows = jnp.arange(positions_BT.shape[0])[:, None]
-    return Cache(
-        cache.k.at[rows, positions_BT].set(k_BTKH), cache.v.at[rows, positions_BT].set(v_BTKH)
+    cache = Cache(
+        cache.k.at[rows, positions_BT].set(layers.rope(k_BTKH, angles)),
+        cache.v.at[rows, positions_BT].set(v_BTKH),
     )
+    q = layers.rope(q_BTNH, angles)
+    return attention.cached_attention(q, *cache, mask_BTS, cfg.head_dim**-0.5), cache

@@ -1,0 +1,189 @@
+"""What the compiled step moves and keeps, read off its HLO text on 8 devices.
+
+Codes are gathered, never floats; no gathered weight is kept for the backward pass; the adapters'
+gradients are reduced once, outside every loop; the base is neither returned nor donated.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from jax.sharding import PartitionSpec as P
+from tiny import Case
+
+from purelora import specs
+from purelora import tree as trees
+
+FSDP = Case("int8", fsdp=8, accum=2)
+FSDP_REMAT = Case("int8", fsdp=8, accum=2, remat=True)
+SHARDED = Case("int8", data=2, fsdp=4, accum=2, sharded=True)
+OTHER_SIZES = Case("int8", data=2, fsdp=4, accum=4, layers=2, remat=True, dtype="bfloat16")
+CASES = (FSDP, FSDP_REMAT, SHARDED, OTHER_SIZES)
+KERNELS = {(32, 32), (32, 16), (32, 48), (48, 32)}  # [in, out] of the gathered base kernels.
+_ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
+
+
+def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """All `f32[3,4]` in a text, as (dtype, shape)."""
+    return [
+        (dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(text)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """HLO text as computations: their instructions by name, and those that loops run."""
+
+    text: str
+    computations: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, text: str) -> "Program":
+        computations: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            header = re.match(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
+            if header:
+                current = computations.setdefault(header[1], [])
+            elif re.match(r"^\s+(ROOT )?%?[\w.-]+ = ", line):
+                current.append(line.strip())
+        return cls(text, computations)
+
+    def called(self, line: str) -> set[str]:
+        return {n for n in re.findall(r"[\w.-]+", line) if n in self.computations}
+
+    @functools.cached_property
+    def looped(self) -> set[str]:
+        """Names of all computations that a while loop runs, directly or through calls."""
+        pending = [
+            name
+            for lines in self.computations.values()
+            for line in lines
+            if re.search(r"\bwhile\(", line)
+            for name in self.called(line.partition("while(")[2])
+        ]
+        found: set[str] = set()
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending += [c for line in self.computations[name] for c in self.called(line)]
+        return found
+
+    def ops(self, kind: str, *, looped: bool) -> Iterator[tuple[str, str]]:
+        """(result type, whole line) of the instructions of a kind, inside or outside of loops."""
+        for name, lines in self.computations.items():
+            if (name in self.looped) == looped:
+                for line in lines:
+                    match = re.match(rf"^(?:ROOT )?\S+ = (.*?) {kind}(?:-start)?\(", line)
+                    if match:
+                        yield match[1], line
+
+    def reduced(self, kind: str, *, looped: bool) -> list[tuple[str, tuple[int, ...]]]:
+        return [a for result, _ in self.ops(kind, looped=looped) for a in arrays(result)]
+
+
+@functools.cache
+def compiled(case: Case) -> Program:
+    trainer = tiny.trainer(case)
+    rows = tiny.micro_batches(tiny.flat_batch(), case.accum)
+    lowered = trainer.step.lower(trainer.new_state(), trainer.base, rows)
+    return Program.of(lowered.compile().as_text())
+
+
+def ids(case: Case) -> str:
+    return str(case)
+
+
+def test_the_reader_finds_reductions_in_loops():
+    """The control of the tests below: a psum two calls deep in a scan, and one outside."""
+
+    def inner(total, y):
+        return total + specs.varying(specs.psum(y * total)), None
+
+    def outer(total, x):
+        return jax.lax.scan(inner, total, x)
+
+    def local(x):
+        return specs.psum(jax.lax.scan(lambda t, y: (outer(t, y)[0], None), x[0, 0], x)[0])
+
+    rows = P(None, None, specs.BATCH_AXES)
+    step = jax.jit(specs.shard_step(local, tiny.mesh(2, 4), in_specs=rows, out_specs=P()))
+    program = Program.of(step.lower(jnp.ones((3, 5, 8, 7))).compile().as_text())
+    assert len(program.reduced("all-reduce", looped=True)) == 1
+    assert len(program.reduced("all-reduce", looped=False)) == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_codes_are_gathered_never_floats(case):
+    gathered = compiled(case).reduced("all-gather", looped=True)
+    assert {shape for dtype, shape in gathered if dtype == "s8"} >= KERNELS
+    scales = {(1, 32), (32, 1)}  # Of the matrices whose output dimension is sharded.
+    assert {shape for dtype, shape in gathered if dtype != "s8"} <= scales
+    # Once a step: the adapters, if sharded, and what a compiler moves out of the micro-batch loop.
+    once = compiled(case).reduced("all-gather", looped=False)
+    adapters = {(case.layers, *shape) for shape in ((32, 4), (4, 32))} if case.sharded else set()
+    assert {shape for dtype, shape in once if dtype != "s8"} == adapters
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_weights_are_gathered_again_in_the_backward_pass(case):
+    """Each kernel once forward and once backward, and with remat once more or not at all."""
+    codes = [a for a in compiled(case).reduced("all-gather", looped=True) if a[0] == "s8"]
+    kernels = [shape for _, shape in codes if shape in KERNELS]
+    assert len(kernels) >= 2 * 7
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_the_gathered_base_is_never_stacked(case):
+    """Kept for the backward pass, a gathered kernel would be a buffer [L, in, out]."""
+    stacked = {(case.layers, *kernel) for kernel in KERNELS}
+    found = {(dtype, shape) for dtype, shape in arrays(compiled(case).text) if shape in stacked}
+    assert not found
+    shards = {(case.layers, 32 // case.fsdp, 48), (case.layers, 48, 32 // case.fsdp)}
+    assert {("s8", shape) for shape in shards} <= set(arrays(compiled(case).text))
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_adapter_gradients_are_reduced_once_outside_every_loop(case):
+    program = compiled(case)
+    for kind in ("all-reduce", "reduce-scatter"):
+        assert program.reduced(kind, looped=True) == []
+    leaves = jax.tree.leaves(tiny.trainer(case).trainable)
+    sharded = [a for a in leaves if not a.sharding.is_fully_replicated]
+    assert len(sharded) == (7 if case.sharded else 0)
+    # A sharded leaf is scattered over fsdp and summed over data. Loss, weights and norm are scalars.
+    summed = [a for a in program.reduced("all-reduce", looped=False) if a[1]]
+    assert len(summed) == len(leaves)
+    assert len(program.reduced("reduce-scatter", looped=False)) == len(sharded)
+    if not case.sharded:
+        assert {shape for _, shape in summed} == {a.shape for a in leaves}
+
+
+def test_reductions_do_not_grow_with_layers_or_micro_batches():
+    def count(case: Case) -> tuple[int, int]:
+        program = compiled(case)
+        ops = len(list(program.ops("all-reduce", looped=False)))
+        return ops, len(program.reduced("all-reduce", looped=False))
+
+    assert FSDP.layers != OTHER_SIZES.layers and FSDP.accum != OTHER_SIZES.accum
+    assert count(FSDP) == count(OTHER_SIZES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_base_is_neither_returned_nor_donated(case):
+    text = compiled(case).text
+    header = text[: text.index("\n")]
+    trainer = tiny.trainer(case)
+    states = len(jax.tree.leaves(trainer.new_state()))
+    aliased = [int(n) for n in re.findall(r"\{\d*\}: \((\d+),", header)]
+    assert aliased == list(range(states))
+    outputs = arrays(header.partition("->")[2])
+    assert len(outputs) == states + len(("loss", "weight", "grad_norm", "rate", "applied"))
+    assert "s8" not in {dtype for dtype, _ in outputs}
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(trainer.base))
+    assert trees.count(trainer.base) > 0

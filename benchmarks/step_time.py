@@ -39,7 +39,9 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments.steps)))
         return
-    print(f"{'case':34} {'s/step':>7} {'tok/s':>6} {'ratio':>6} {'compile s':>9} {'peak GB':>8} load")
+    print(
+        f"{'case':34} {'s/step':>7} {'tok/s':>6} {'ratio':>6} {'compile s':>9} {'peak GB':>8} load"
+    )
     first = None
     for case in arguments.cases.split(","):
         command = [sys.executable, __file__, f"--one={case}", f"--steps={arguments.steps}"]

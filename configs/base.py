@@ -1,8 +1,8 @@
 """Every key with its unit, meaning and default. This is the only place that holds defaults.
 
 The other configs start from here and change what they need. On the command line any key can be
-overridden: `python -m purelora.train --config=configs/qlora.py --config.lora.r=8`. A list is written
-`--config.lora.target_modules=q_proj,v_proj`, nothing as `--config.steps=None`.
+overridden: `python -m purelora.train --config=configs/qlora.py --config.lora.r=8`. A list is
+written `--config.lora.target_modules=q_proj,v_proj`, nothing as `--config.steps=None`.
 """
 
 from ml_collections import config_dict

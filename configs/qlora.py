@@ -1,6 +1,6 @@
 """QLoRA on a real model: SmolLM2-135M-Instruct with an int8 base learns to define words.
 
-    python -m purelora.train --config=configs/qlora.py
+python -m purelora.train --config=configs/qlora.py
 """
 
 from configs import base

@@ -1,6 +1,6 @@
 """A smoke run in seconds: a tiny random Llama, no download.
 
-    python -m purelora.train --config=configs/tiny.py
+python -m purelora.train --config=configs/tiny.py
 """
 
 from configs import base

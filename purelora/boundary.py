@@ -47,7 +47,8 @@ class LanguageModel(Node):
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
-        _, adapters, base = nnx.split(self, nnx.LoRAParam, ...)
+        parts = nnx.split(self, nnx.LoRAParam, ...)
+        adapters, base = parts[1], parts[2]
         inputs = layers.Inputs(tokens_BT, positions_BT, segment_ids_BT)
         return self.apply(nnx.to_pure_dict(adapters), nnx.to_pure_dict(base), inputs)
 
@@ -61,9 +62,7 @@ def _node_or_param(name: str, value: Any, spec: Any) -> Node | nnx.Param:
     return kind(value, out_sharding=tuple(codes_spec), eager_sharding=False)
 
 
-def wrap(
-    base: trees.Tree, adapters: trees.Tree, specs: trees.Tree, apply: Apply
-) -> LanguageModel:
+def wrap(base: trees.Tree, adapters: trees.Tree, specs: trees.Tree, apply: Apply) -> LanguageModel:
     """Puts trees into one NNX module: `lora_*` leaves as LoRAParam, all others as Param.
 
     Args:
@@ -119,17 +118,21 @@ def split(model: nnx.Module, trainable: Any, base: Any = ...) -> Split:
         _check_partition(chosen, rest, set(leaves))
     if not chosen:
         raise errors.ConfigError(
-            "trainable filter", str(trainable), "takes no leaf of the model, so nothing would train",
+            "trainable filter",
+            str(trainable),
+            "takes no leaf of the model, so nothing would train",
             f"the model has {len(leaves)} leaves, for example {next(iter(leaves), 'none')}",
         )
     has_adapters = any(isinstance(leaf, nnx.LoRAParam) for leaf in leaves.values())
     if has_adapters and len(chosen) == len(leaves):
         raise errors.ConfigError(
-            "trainable filter", str(trainable), "takes adapters and base alike",
+            "trainable filter",
+            str(trainable),
+            "takes adapters and base alike",
             "train adapters alone (nnx.LoRAParam), or a model without adapters",
         )
-    graphdef, trained, frozen = nnx.split(model, trainable, ...)
-    return Split(graphdef, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen))
+    parts = nnx.split(model, trainable, ...)
+    return Split(parts[0], nnx.to_pure_dict(parts[1]), nnx.to_pure_dict(parts[2]))
 
 
 def merge(graphdef: nnx.GraphDef, trainable: trees.Tree, base: trees.Tree) -> nnx.Module:
@@ -138,10 +141,14 @@ def merge(graphdef: nnx.GraphDef, trainable: trees.Tree, base: trees.Tree) -> nn
 
 
 def _check_params(leaves: Mapping[str, Any]) -> None:
-    others = [f"{n} ({type(v).__name__})" for n, v in leaves.items() if not isinstance(v, nnx.Param)]
+    others = [
+        f"{n} ({type(v).__name__})" for n, v in leaves.items() if not isinstance(v, nnx.Param)
+    ]
     if others:
         raise errors.ConfigError(
-            "model", None, f"has leaves that are not parameters: {', '.join(others[:5])}",
+            "model",
+            None,
+            f"has leaves that are not parameters: {', '.join(others[:5])}",
             "remove them before training (random state is an argument of the step)",
         )
 

@@ -99,8 +99,8 @@ def _unknown_argument(argument: str, flags: Sequence[str]) -> errors.Problem:
 def load_file(path: pathlib.Path) -> dict[str, Any]:
     """Runs a config file's `get_config()` and returns its keys as nested dicts.
 
-    The folder above the file's own is importable meanwhile, so that `from configs import base` works
-    from everywhere.
+    The folder above the file's own is importable meanwhile, so that `from configs import base`
+    works from everywhere.
 
     Raises:
       ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
@@ -221,5 +221,3 @@ def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
     with _exit_on_user_error():
         status = main(argv)
     raise SystemExit(status)
-
-

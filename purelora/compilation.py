@@ -9,7 +9,10 @@ import jax
 
 from purelora.io import builtin
 
-_EVENTS = {"/jax/compilation_cache/cache_hits": "hits", "/jax/compilation_cache/cache_misses": "misses"}
+_EVENTS = {
+    "/jax/compilation_cache/cache_hits": "hits",
+    "/jax/compilation_cache/cache_misses": "misses",
+}
 
 
 class Compiled(NamedTuple):

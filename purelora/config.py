@@ -7,6 +7,7 @@ Keys, units and defaults are documented in `configs/base.py`, the one place that
 import dataclasses
 import datetime
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -206,16 +207,20 @@ def field_types() -> dict[str, Any]:
 
 
 def unknown_key(key: str) -> errors.Problem:
-    """The problem of a key that does not exist: names the key that does the same, or the nearest."""
+    """The problem of a key that does not exist: names what does the same, or what is nearest."""
     if key in FOREIGN_KEYS:
-        return errors.Problem(key, None, "is not a key of purelora", f"use {FOREIGN_KEYS[key]}")
+        answer = FOREIGN_KEYS[key]
+        remedy = answer if answer.startswith("no key") else f"use {answer}"
+        return errors.Problem(key, None, "is not a key of purelora", remedy)
     known = list(field_types())
     leaf = key.rpartition(".")[2]
     same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
     by_leaf = {k.rpartition(".")[2]: k for k in known}
     near_leaf = [by_leaf[k] for k in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.75)]
     near = dict.fromkeys([*same_leaf, *difflib.get_close_matches(key, known, n=2), *near_leaf])
-    remedy = "did you mean " + " or ".join(near) + "?" if near else "configs/base.py names every key"
+    remedy = (
+        "did you mean " + " or ".join(near) + "?" if near else "configs/base.py names every key"
+    )
     return errors.Problem(key, None, "is not a key of purelora", remedy)
 
 
@@ -342,7 +347,18 @@ def _ranges(c: Config) -> list[_Found]:
         found.append(("workdir", c.workdir, "is empty", "name the folder that the run writes to"))
     if not c.model.path:
         found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
-    return found + _fractions(c) + _date_problem(c.data.template_date) + _optim_ranges(c.optim)
+    found += _skip_problems(c.quant.skip) + _date_problem(c.data.template_date)
+    return found + _fractions(c) + _optim_ranges(c.optim)
+
+
+def _skip_problems(skip: Sequence[str]) -> list[_Found]:
+    found: list[_Found] = []
+    for pattern in skip:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            found.append(("quant.skip", pattern, f"is not a regular expression: {error}", ""))
+    return found
 
 
 def _date_problem(date: str) -> list[_Found]:
@@ -402,42 +418,69 @@ def _combinations(c: Config) -> list[_Found]:
     if c.lora.enabled:
         found += _lora_problems(c.lora)
     elif c.quant.qtype != "none":
-        found.append((
-            "quant.qtype", c.quant.qtype, "quantises the base, but lora.enabled=False trains it",
-            "set quant.qtype='none', or lora.enabled=True",
-        ))
+        found.append(
+            (
+                "quant.qtype",
+                c.quant.qtype,
+                "quantises the base, but lora.enabled=False trains it",
+                "set quant.qtype='none', or lora.enabled=True",
+            )
+        )
     if not c.lora.enabled and c.model.weights_dtype != "float32":
-        found.append((
-            "model.weights_dtype", c.model.weights_dtype,
-            "would train all weights in less than float32, where small updates round away",
-            "set it to 'float32'; dtype='bfloat16' still computes in bfloat16",
-        ))
+        found.append(
+            (
+                "model.weights_dtype",
+                c.model.weights_dtype,
+                "would train all weights in less than float32, where small updates round away",
+                "set it to 'float32'; dtype='bfloat16' still computes in bfloat16",
+            )
+        )
     if c.quant.qtype == "none" and c.quant.tile_size is not None:
-        found.append((
-            "quant.tile_size", c.quant.tile_size, "has no effect with quant.qtype='none'",
-            "set quant.qtype='int8', or leave tile_size out",
-        ))
+        found.append(
+            (
+                "quant.tile_size",
+                c.quant.tile_size,
+                "has no effect with quant.qtype='none'",
+                "set quant.qtype='int8', or leave tile_size out",
+            )
+        )
     if c.data.eval is not None and c.data.eval_fraction > 0:
-        found.append((
-            "data.eval_fraction", c.data.eval_fraction, "and data.eval are both set",
-            "set data.eval_fraction=0, or leave data.eval out",
-        ))
+        found.append(
+            (
+                "data.eval_fraction",
+                c.data.eval_fraction,
+                "and data.eval are both set",
+                "set data.eval_fraction=0, or leave data.eval out",
+            )
+        )
     if c.eval_steps is not None and c.data.eval is None and c.data.eval_fraction == 0:
-        found.append((
-            "eval_steps", c.eval_steps, "is set, but there is no eval data",
-            "set data.eval or data.eval_fraction",
-        ))
+        found.append(
+            (
+                "eval_steps",
+                c.eval_steps,
+                "is set, but there is no eval data",
+                "set data.eval or data.eval_fraction",
+            )
+        )
     if c.optim.name == "adamw" and c.optim.momentum:
-        found.append((
-            "optim.momentum", c.optim.momentum, "has no effect with optim.name='adamw'",
-            "set it to 0, or use optim.b1",
-        ))
+        found.append(
+            (
+                "optim.momentum",
+                c.optim.momentum,
+                "has no effect with optim.name='adamw'",
+                "set it to 0, or use optim.b1",
+            )
+        )
     limit = c.optim.schedule_steps or c.steps
     if limit is not None and c.optim.warmup_steps > limit:
-        found.append((
-            "optim.warmup_steps", c.optim.warmup_steps, f"is more than the {limit} steps there are",
-            "the learning rate would never reach optim.learning_rate",
-        ))
+        found.append(
+            (
+                "optim.warmup_steps",
+                c.optim.warmup_steps,
+                f"is more than the {limit} steps there are",
+                "the learning rate would never reach optim.learning_rate",
+            )
+        )
     return found
 
 
@@ -449,10 +492,14 @@ def _lora_problems(lora: LoraConfig) -> list[_Found]:
         what = "makes the scaling alpha / r zero or not a number, so nothing would train"
         found.append(("lora.lora_alpha", lora.lora_alpha, what, "2 · r is usual"))
     if not lora.target_modules:
-        found.append((
-            "lora.target_modules", lora.target_modules, "is empty",
-            "use 'all-linear', a list of module names or a regex",
-        ))
+        found.append(
+            (
+                "lora.target_modules",
+                lora.target_modules,
+                "is empty",
+                "use 'all-linear', a list of module names or a regex",
+            )
+        )
     return found
 
 

@@ -42,6 +42,14 @@ class ParamInfo:
         return self.contracting is not None
 
     @property
+    def matrix_dims(self) -> tuple[int, int]:
+        """Of a matrix: the contracting dimension and the other one of its last two."""
+        assert self.contracting is not None
+        first = len(self.shape) - 2
+        inner = len(self.shape) + self.contracting
+        return inner, 2 * first + 1 - inner
+
+    @property
     def abstract(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 

@@ -65,7 +65,7 @@ class Target:
 
 
 def matches(pattern: str | Sequence[str], name: str) -> bool:
-    """PEFT's rule: a string is a regex that matches the full name, a list holds names or suffixes."""
+    """PEFT's rule: a string is a regex for the full name, a list holds names or dotted suffixes."""
     if isinstance(pattern, str):
         return re.fullmatch(pattern, name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
@@ -164,9 +164,7 @@ def _offer(names: Sequence[str]) -> str:
     return f"it has {', '.join(short)} (for example {names[0]}), or use 'all-linear'"
 
 
-def adapter_infos(
-    modules: Mapping[str, LinearModule], targets: Mapping[str, Target]
-) -> trees.Tree:
+def adapter_infos(modules: Mapping[str, LinearModule], targets: Mapping[str, Target]) -> trees.Tree:
     """Declarations of `lora_a` [n, K, r] and `lora_b` [n, r, N] of every target, in float32.
 
     K is the weight's contracting dimension and N the other one; each takes the logical axis of the
@@ -175,8 +173,7 @@ def adapter_infos(
     flat: dict[str, info.ParamInfo] = {}
     for path, target in targets.items():
         weight = modules[path].weight
-        k = len(weight.shape) + weight.contracting
-        n = len(weight.shape) - 3 - weight.contracting  # the other one of the last two
+        k, n = weight.matrix_dims
         lead = ((len(target.layers),), ("layers",)) if target.layers else ((), ())
         flat[f"{path}.lora_a"] = info.ParamInfo(
             shape=(*lead[0], weight.shape[k], target.r),

@@ -1,7 +1,7 @@
 """Chunked cross-entropy: the logits of a large vocabulary never exist whole.
 
-The loss is a sum over tokens, so its gradient can be formed chunk by chunk in the forward pass: each
-chunk's logits are used twice while they are there and never recomputed. What is kept for the
+The loss is a sum over tokens, so its gradient can be formed chunk by chunk in the forward pass:
+each chunk's logits are used twice while they are there and never recomputed. What is kept for the
 backward pass is the gradient of the activations, not the logits.
 """
 

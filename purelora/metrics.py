@@ -129,7 +129,11 @@ class MetricsLog:
             if found is None:
                 where = f"{self._path}:{number}"
                 raise errors.CheckpointError(where, None, "is not a record", "delete the line")
-        kept = [line + b"\n" for line, at in zip(lines, steps) if at is not None and at <= step]
+        kept = [
+            line + b"\n"
+            for line, at in zip(lines, steps, strict=True)
+            if at is not None and at <= step
+        ]
 
         self._file.close()
         temporary = self._path.with_name(self._path.name + ".tmp")

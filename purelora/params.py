@@ -1,8 +1,8 @@
 """The parameters as a model sees them: base, adapters and gathers joined, one `Module` a place.
 
 `bind` is called at the start of a forward pass, inside the differentiated function. What it returns
-is a pytree: `lax.scan` over it slices every array of a stack and leaves the static fields alone, and
-indexing it by `layer` does the same for one layer.
+is a pytree: `lax.scan` over it slices every array of a stack and leaves the static fields alone,
+and indexing it by `layer` does the same for one layer.
 """
 
 import dataclasses

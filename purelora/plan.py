@@ -85,7 +85,8 @@ class Plan:
     def describe_targets(self) -> str:
         """Which modules are trained, and the trained share of all parameters."""
         trained, base = trees.count(_plain(self.trainable_infos)), self._base_count
-        share = f"{trained:,} of {trained + base:,} parameters trained ({trained / (trained + base):.3%})"
+        total = trained + base
+        share = f"{trained:,} of {total:,} parameters trained ({trained / total:.3%})"
         if not self.config.lora.enabled:
             return f"full fine-tuning: {share}"
         modules = [
@@ -166,7 +167,10 @@ def table(plan: Plan) -> str:
             shape = "×".join(map(str, one.shape))
             rows.append((path + suffix, shape, one.dtype, _spec_text(spec), f"{size:,}", flag))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+    lines = [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join(lines)
 
 

@@ -1,14 +1,14 @@
 """The frozen base's weights: quantised layout, quantisation and the matmul that keeps shards small.
 
-A quantised weight is a `qwix.QArray`: `qvalue` has the weight's shape, `scale` has its rank, with 1
-(one scale per output channel) or the tile count in the contracting dimension, and
-`weight = qvalue * repeat(scale)`. The same QArray with infos or PartitionSpecs in place of arrays is
-its declaration and its layout.
+A quantised weight is a `qwix.QArray`: `qvalue` has the weight's shape, `scale` has its rank, with
+1 (one scale per output channel) or the tile count in the contracting dimension, and
+`weight = qvalue * repeat(scale)`. The same QArray with infos or PartitionSpecs in place of arrays
+is its declaration and its layout.
 
-`frozen_dot` is the one matmul with frozen weights. Its custom VJP takes the **local shard** as input
-and keeps it as residual: codes and scales are gathered inside the forward pass and again inside the
-backward pass. A gather outside the VJP would be saved for the backward pass, stacked over all
-layers, whatever the remat policy.
+`frozen_dot` is the one matmul with frozen weights. Its custom VJP takes the **local shard** as
+input and keeps it as residual: codes and scales are gathered inside the forward pass and again
+inside the backward pass. A gather outside the VJP would be saved for the backward pass, stacked
+over all layers, whatever the remat policy.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def is_skipped(path: str, skip: Sequence[str]) -> bool:
     """Whether a pattern of `quant.skip` names the weight at `path` or one of its parents.
 
     A pattern is a regular expression that must match one whole dotted part or a run of parts:
-    `embed_tokens` skips `embed_tokens.weight`, `mlp\\.(up|down)_proj` skips those two in all layers.
+    `embed_tokens` skips `embed_tokens.weight`, `mlp\\.(up|down)_proj` skips two in all layers.
     """
     return any(re.search(rf"(^|\.)(?:{pattern})(\.|$)", path) for pattern in skip)
 
@@ -80,10 +80,8 @@ def quantised_infos(
     )
 
 
-def _quantised_info(
-    info: infos_lib.ParamInfo, qtype: str, tile_size: int | None
-) -> qwix.QArray:
-    axis = len(info.shape) + info.contracting
+def _quantised_info(info: infos_lib.ParamInfo, qtype: str, tile_size: int | None) -> qwix.QArray:
+    axis, _ = info.matrix_dims
     tiles = 1 if tile_size is None else info.shape[axis] // tile_size
     shape = (*info.shape[:axis], tiles, *info.shape[axis + 1 :])
     axes = tuple(a if n > 1 else None for a, n in zip(info.axes, shape, strict=True))
@@ -151,9 +149,7 @@ def _channel_scale(scale: jax.Array, ndim: int) -> jax.Array:
     return scale.reshape((1,) * (ndim - 1) + (-1,))
 
 
-def _contract(
-    x: jax.Array, w: jax.Array, contracting: int, out_dtype: Any = None
-) -> jax.Array:
+def _contract(x: jax.Array, w: jax.Array, contracting: int, out_dtype: Any = None) -> jax.Array:
     # One dot_general that names the dimension: a transposed copy of w would cost bf16 its speed.
     dims = (((x.ndim - 1,), (w.ndim + contracting,)), ((), ()))
     return jax.lax.dot_general(x, w, dims, preferred_element_type=out_dtype)

@@ -14,6 +14,16 @@ from purelora import config, errors, generate, metrics, setup, signals, state, s
 from purelora.io import tokenizer as tokenizers
 
 
+class _Values(NamedTuple):
+    """`step.Metrics` on the host."""
+
+    loss_sum: float
+    weight_sum: float
+    grad_norm: float
+    learning_rate: float
+    applied: float
+
+
 class _Pending(NamedTuple):
     """A step whose metrics may still be being computed."""
 
@@ -127,7 +137,7 @@ class Reporter:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        values = step.Metrics(*(float(np.asarray(value)) for value in pending.metrics))
+        values = _Values(*(float(np.asarray(value)) for value in pending.metrics))
         now = time.perf_counter()
         secs, self._last = now - self._last, now
         self._skipped += int(not values.applied)
@@ -138,9 +148,7 @@ class Reporter:
         if not values.applied:
             self._report_skip(pending.step, values)
 
-    def _record(
-        self, pending: _Pending, values: step.Metrics, secs: float
-    ) -> metrics.TrainRecord:
+    def _record(self, pending: _Pending, values: _Values, secs: float) -> metrics.TrainRecord:
         trained = int(values.weight_sum)
         rates = self._throughput.add(
             tokens=pending.tokens,
@@ -163,7 +171,7 @@ class Reporter:
             elapsed_secs=time.perf_counter() - self._started,
         )
 
-    def _report_skip(self, number: int, values: step.Metrics) -> None:
+    def _report_skip(self, number: int, values: _Values) -> None:
         """Says why an update was not made; ends the run where that is the policy."""
         if not values.weight_sum:
             self._event(number, "skip", "no token of the batch has weight")
@@ -172,7 +180,9 @@ class Reporter:
         self._event(number, "skip", f"not finite: {detail}")
         if self._settings.nan_policy == "abort":
             raise errors.DivergedError(
-                f"step {number}", None, f"is not finite: {detail}",
+                f"step {number}",
+                None,
+                f"is not finite: {detail}",
                 "lower optim.learning_rate, or set nan_policy='skip' to leave such batches out; "
                 "the last checkpoint is from before this step",
             )
@@ -189,7 +199,10 @@ class Reporter:
             (self._workdir / "config.json").write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise errors.ConfigError(
-                "workdir", str(self._workdir), f"cannot be written: {error}", "choose another folder"
+                "workdir",
+                str(self._workdir),
+                f"cannot be written: {error}",
+                "choose another folder",
             ) from error
 
 

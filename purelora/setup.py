@@ -127,12 +127,15 @@ def _saved_step(settings: config.Config, checkpoints: checkpoint.Checkpoints) ->
     found, mode = checkpoints.steps(), settings.checkpoint.resume
     if mode == "must" and not found:
         raise errors.CheckpointError(
-            "checkpoint.resume", mode, f"there is no checkpoint in {settings.workdir}",
+            "checkpoint.resume",
+            mode,
+            f"there is no checkpoint in {settings.workdir}",
             "set workdir to a run's folder, or checkpoint.resume='auto'",
         )
     if mode == "never" and found:
         raise errors.CheckpointError(
-            "checkpoint.resume", mode,
+            "checkpoint.resume",
+            mode,
             f"{settings.workdir} holds a run with a checkpoint at step {found[-1]}",
             "choose another workdir, or remove that folder",
         )
@@ -227,4 +230,3 @@ def _compiled(run: Run, state: states.TrainState, say: Say) -> Run:
     compiled = compilation.compile_now(run.train_step, state, run.base, batch)
     say(f"train step compiled in {compiled}")
     return dataclasses.replace(run, train_step=compiled.call)
-

@@ -18,7 +18,7 @@ class Stop:
 
     @property
     def status(self) -> int:
-        """Exit status by the shell's convention: 128 + signal, so a scheduler sees it is unfinished."""
+        """Exit status as in a shell, 128 + signal: a scheduler sees that the run is unfinished."""
         return 0 if self.signum is None else 128 + self.signum
 
 

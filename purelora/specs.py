@@ -114,12 +114,15 @@ def _indivisible(
     tile = length // size
     what = f"{path}: gives {size} tiles along {leaf.axes[dim]} = {length}, not divisible by "
     return errors.Problem(
-        "quant.tile_size", tile, what + f"mesh.{mesh_axis} = {ways}", tile_remedy(length, tile, ways)
+        "quant.tile_size",
+        tile,
+        what + f"mesh.{mesh_axis} = {ways}",
+        tile_remedy(length, tile, ways),
     )
 
 
 def check_tiles(infos: trees.Tree, tile_size: int, skip: Sequence[str]) -> None:
-    """Raises ConfigError for every matrix whose contracting dimension `tile_size` does not divide."""
+    """Raises ConfigError for matrices whose contracting dimension `tile_size` does not divide."""
     problems = []
     for path, leaf in trees.flatten(infos).items():
         if not leaf.is_matrix or quant.is_skipped(path, skip):
@@ -147,9 +150,7 @@ def _divisors_remedy(count: int) -> str:
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """Specs with their mesh: a tree of NamedShardings of the same structure."""
-    return jax.tree.map(
-        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P)
-    )
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -277,4 +278,3 @@ def row_ways(mesh: Mesh) -> int:
 def adapter_rules(rules: Rules, sharded: bool) -> Rules:
     """Rules for the adapters: the base's own, or none (replicated)."""
     return rules if sharded else ()
-

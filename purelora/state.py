@@ -27,12 +27,16 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-def create(trainable: trees.Tree, tx: optax.GradientTransformation, *, key: jax.Array) -> TrainState:
+def create(
+    trainable: trees.Tree, tx: optax.GradientTransformation, *, key: jax.Array
+) -> TrainState:
     """The state before the first step."""
     return TrainState(trainable, tx.init(trainable), jnp.int32(0), jnp.int32(0), key)
 
 
-def state_specs(specs: trees.Tree, tx: optax.GradientTransformation, abstract: Any, spec: Any) -> Any:
+def state_specs(
+    specs: trees.Tree, tx: optax.GradientTransformation, abstract: Any, spec: Any
+) -> Any:
     """Specs of a whole TrainState.
 
     Args:

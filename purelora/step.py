@@ -1,6 +1,6 @@
 """The train step and the eval step, as pure functions compiled once.
 
-    jit  ─ shard_map ─ scan over micro-batches ─ value_and_grad(forward)     sums of loss and gradient
+    jit  ─ shard_map ─ scan over micro-batches ─ value_and_grad(forward)   sums of loss and grads
          │           └ one psum of everything
          └ optax update, kept only if the batch was good
 
@@ -107,9 +107,7 @@ def make_train_step(
         loss_sum, weight_sum, grads = sums(old.trainable, base, batch, key)
         return update(old, loss_sum, weight_sum, grads, tx, schedule)
 
-    placed = specs.shardings(
-        (layout.state, layout.base, specs.BATCH_SPEC), layout.mesh
-    )
+    placed = specs.shardings((layout.state, layout.base, specs.BATCH_SPEC), layout.mesh)
     out = (placed[0], specs.replicated(layout.mesh))
     return jax.jit(train_step, in_shardings=placed, out_shardings=out, donate_argnums=0)
 
@@ -122,9 +120,10 @@ def update(
     tx: optax.GradientTransformation,
     schedule: optim.Schedule,
 ) -> tuple[state.TrainState, Metrics]:
-    """One optimiser update from sums; a batch that is empty or not finite changes nothing but `step`.
+    """One optimiser update from sums.
 
-    The choice is made inside the compiled step, so the state that comes out is always a good one.
+    A batch that is empty or not finite changes nothing but `step`. The choice is made inside the
+    compiled step, so the state that comes out is always a good one.
     """
     grads = jax.tree.map(lambda g: g / jnp.maximum(weight_sum, 1e-9).astype(g.dtype), grad_sums)
     grad_norm = optax.tree_utils.tree_norm(grads)
@@ -151,9 +150,7 @@ def make_eval_step(
     """The compiled `(trainable, base, batch) -> (loss_sum, weight_sum)`; nothing is donated."""
     paths = specs.gradient_paths(layout.trainable)
 
-    def local(
-        trainable: trees.Tree, base: trees.Tree, batch: Batch
-    ) -> tuple[jax.Array, jax.Array]:
+    def local(trainable: trees.Tree, base: trees.Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
 
         def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:

@@ -6,7 +6,7 @@ import pytest
 from data_samples import TEMPLATES, chat_record, encoder, make_tokenizer
 from hypothesis import strategies as st
 
-from purelora import errors
+from purelora import errors, step
 from purelora.data import batches, examples, packing
 
 
@@ -43,7 +43,7 @@ def test_a_packed_row_by_hand():
         example([21, 22, 23, 24, 25], [0, 1, 0, 1, 1]),
     ]
     batch = make(made, max_length=10, batch_size=1).batch(0)
-    want = batches.Batch(
+    want = step.Batch(
         tokens=[[[11, 12, 13, 21, 22, 23, 24, 25, 0, 0]]],
         targets=[[[12, 13, 0, 22, 23, 24, 25, 0, 0, 0]]],
         weights=[[[0, 1, 0, 1, 0, 1, 1, 0, 0, 0]]],

@@ -151,13 +151,13 @@ def test_scan_and_remat_change_nothing(adapted, scan, remat):
 
     def loss(adapters, scan, remat):
         x_BTD = hidden(m, base, adapters, inputs, scan=scan, remat=remat)
-        return jnp.sum(jnp.sin(x_BTD)) / inputs.tokens_BT.size
+        return jnp.mean(jnp.sin(x_BTD) + 1)
 
     run = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))
     want, grads = run(trainable, True, False)
     got, other = run(trainable, scan, remat)
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    chex.assert_trees_all_close(other, grads, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(other, grads, rtol=0, atol=1e-6)
 
 
 def test_jit_is_eager(adapted, logits):
@@ -288,10 +288,16 @@ def test_attention_in_blocks_is_softmax_attention(monkeypatch, block):
     def blocked(q, k, v):
         return attention.causal_attention(q, k, v, segments, 0.3)
 
-    want, pull = jax.vjp(plain_attention, q, k, v)
-    got, pull_blocked = jax.vjp(blocked, q, k, v)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
-    chex.assert_trees_all_close(pull_blocked(g), pull(g), rtol=0, atol=2e-5)
+    def run(attend):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(g)
+
+    chex.assert_trees_all_close(
+        jax.jit(run, static_argnums=0)(blocked),
+        jax.jit(run, static_argnums=0)(plain_attention),
+        rtol=0,
+        atol=2e-5,
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    with tiny.quick_compiles():
+        yield
+
+
 def layout(name: str, tile: int | None) -> qwix.QArray:
     """The QArray of infos of one matrix."""
     infos = {"weight": LAYOUTS[name]}

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from tiny import Case
 
-from purelora import lora, optim, state, step
+from purelora import optim, state, step
 from purelora import tree as trees
 from purelora.models import layers
 
@@ -196,11 +196,12 @@ def test_base_is_frozen_and_all_adapters_move(case):
     """B24: weight decay and Adam reach the adapters and nothing else; one compilation."""
     trainer = tiny.trainer(case)
     base_before, before = jax.device_get((trainer.base, trainer.trainable))
-    current, shardings = trainer.new_state(), None
+    current, rows = trainer.new_state(), tiny.micro_batches(tiny.flat_batch(), case.accum)
+    shardings = jax.tree.map(lambda a: a.sharding, current)
+    traces = []
     for _ in range(3):
-        shardings = jax.tree.map(lambda a: a.sharding, current)
-        rows = tiny.micro_batches(tiny.flat_batch(), case.accum)
-        current, metrics = trainer.step(current, trainer.base, rows)
+        current, _ = trainer.step(current, trainer.base, rows)
+        traces.append(len(trainer.traces))
 
     chex.assert_trees_all_equal(jax.device_get(trainer.base), base_before)
     for path, leaf in trees.flatten(current.trainable).items():
@@ -214,7 +215,7 @@ def test_base_is_frozen_and_all_adapters_move(case):
     assert (current.step, current.updates) == (3, 3)
     same = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), current, shardings)
     assert all(jax.tree.leaves(same))
-    assert trainer.step._cache_size() == 1
+    assert traces[0] == traces[-1] > 0
 
 
 @pytest.mark.parametrize("case", ADAM, ids=ids)
@@ -330,8 +331,7 @@ def test_dropout_is_off_in_eval():
     np.testing.assert_allclose(loss, expected(ONE, tiny.flat_batch())[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_dropout_differs_by_layer(scan):
+def test_dropout_differs_by_layer():
     """With equal layers, an adapter in layer 0 or in layer 1 differs by nothing but its mask."""
     plain_model = tiny.model(num_hidden_layers=2)
     base = tiny.weights(plain_model)
@@ -344,7 +344,7 @@ def test_dropout_differs_by_layer(scan):
         dropout = layers.Dropout(jax.random.key(3), jnp.arange(2), rate)
         return m.family.hidden(
             m.bind(base, tiny.adapters(m)), tiny.inputs(tiny.tokens(2)), m.config,
-            dtype=jnp.float32, scan_layers=scan, remat=False, dropout=dropout,
+            dtype=jnp.float32, scan_layers=True, remat=False, dropout=dropout,
         )  # fmt: skip
 
     chex.assert_trees_all_close(hidden(0, 0.0), hidden(1, 0.0), atol=1e-6)
@@ -361,29 +361,6 @@ def test_dropout_masks_differ_by_module_and_row_and_keep_the_mean():
     np.testing.assert_allclose(a.mean(), 1, atol=0.05)
     moved = layers.Dropout(jax.random.key(0), jnp.arange(2, 6), 0.25)
     np.testing.assert_array_equal(moved(x, "layers.self_attn.q_proj")[0], a[2])
-
-
-def test_compact_adapters_train_only_their_layers():
-    """A regex over two of three layers: the gradient of the stored layers is the full one's."""
-    case = ONE
-    full, batch = tiny.trainer(case), tiny.flat_batch()
-    m = tiny.with_lora(tiny.model(), r".*layers\.[02]\..*q_proj")
-    compact = trees.map_leaves(lambda i: jnp.zeros(i.shape) + 0.1, m.adapter_infos())
-    rows = step.Batch(*map(jnp.asarray, batch))
-
-    def loss(model, trainable):
-        inputs = layers.Inputs(rows.tokens, rows.positions, rows.segment_ids)
-        logits = model.logits(trainable, full.base, inputs)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, rows.targets)
-        return (nll * rows.weights).sum()
-
-    only_q = tiny.with_lora(tiny.model(), ["q_proj"])
-    spread = jax.tree.map(lambda a: lora.expand(a, (0, 2), tiny.LAYERS), compact)
-    value, grads = jax.value_and_grad(lambda t: loss(m, t))(compact)
-    wide_value, wide = jax.value_and_grad(lambda t: loss(only_q, t))(spread)
-    np.testing.assert_allclose(value, wide_value, rtol=1e-6)
-    picked = jax.tree.map(lambda g: g[np.array([0, 2])], wide)
-    chex.assert_trees_all_close(grads, picked, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,16 @@ def noisy(tree: trees.Tree, scale: float = 0.1, seed: int = 9) -> trees.Tree:
 
 def weights(m: causal_lm.CausalLM) -> trees.Tree:
     """Random weights of all parameters of `m`."""
-    return noisy(info.initial_tree(m.infos, key=jax.random.key(1)))
+    return noisy(_initial(m.infos, seed=1))
+
+
+def _initial(infos: trees.Tree, seed: int) -> trees.Tree:
+    return jax.jit(lambda key: info.initial_tree(infos, key=key))(jax.random.key(seed))
 
 
 def adapters(m: causal_lm.CausalLM, *, fresh: bool = False) -> trees.Tree:
     """The adapters of `m`, as at step 0 (`fresh`) or as if trained."""
-    start = info.initial_tree(m.adapter_infos(), key=jax.random.key(2))
+    start = _initial(m.adapter_infos(), seed=2)
     return start if fresh else noisy(start)
 
 
@@ -83,10 +87,14 @@ def quantised(
 ) -> tuple[trees.Tree, trees.Tree]:
     """The frozen base of `floats` and its infos."""
     infos = quant.quantised_infos(m.infos, qtype=qtype, tile_size=tile, skip=skip)
-    base = trees.map_leaves(
-        lambda w, i: w if isinstance(i, info.ParamInfo) else quant.quantise(w, i), floats, infos
-    )
-    return base, infos
+
+    @jax.jit
+    def quantise(tree: trees.Tree) -> trees.Tree:
+        return trees.map_leaves(
+            lambda w, i: w if isinstance(i, info.ParamInfo) else quant.quantise(w, i), tree, infos
+        )
+
+    return quantise(floats), infos
 
 
 def mesh(data: int = 1, fsdp: int = 1) -> Mesh:
@@ -181,7 +189,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trainer:
-    """A compiled step with what it needs. The trees are placed; `new_state` makes one to donate."""
+    """A compiled step with what it needs. The trees are placed; `new_state` makes one to donate.
+
+    `traces` grows whenever the model is traced, that is, when a step is compiled.
+    """
 
     model: causal_lm.CausalLM
     trainable: trees.Tree
@@ -191,6 +202,7 @@ class Trainer:
     schedule: optim.Schedule
     step: Callable[..., Any]
     eval: Callable[..., Any]
+    traces: list[str]
 
     def new_state(self, trainable: trees.Tree | None = None, start: int = 0) -> state.TrainState:
         """The state before step `start`, in buffers of its own."""
@@ -225,7 +237,13 @@ def trainer(case: Case) -> Trainer:
     layout = step.Layout(on, train_specs, base_specs, state_specs)
     gathers = specs.gathers(base_specs) if case.lora else specs.gathers(train_specs)
     execution = causal_lm.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
-    forward = causal_lm.make_forward(m, execution, gathers, case.dropout)
+    traces: list[str] = []
+    made = causal_lm.make_forward(m, execution, gathers, case.dropout)
+
+    def forward(*args: Any, **kwargs: Any) -> jax.Array:
+        traces.append(str(case))
+        return made(*args, **kwargs)
+
     return Trainer(
         model=m,
         trainable=jax.device_put(trainable, specs.shardings(train_specs, on)),
@@ -235,4 +253,5 @@ def trainer(case: Case) -> Trainer:
         schedule=schedule,
         step=step.make_train_step(forward, tx, schedule, layout),
         eval=step.make_eval_step(forward, layout),
+        traces=traces,
     )

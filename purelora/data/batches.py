@@ -58,7 +58,7 @@ class Batches:
         return rows
 
     def batch(self, index: int) -> step.Batch:
-        """Batch `index`, that of step `index`; rows that a short batch lacks are all padding and have no weight."""
+        """Batch `index`; rows that a short batch lacks are all padding and have no weight."""
         shape = (self.batch_size, self.max_length)
         flat = step.Batch(
             tokens=np.zeros(shape, np.int32),
@@ -67,9 +67,9 @@ class Batches:
             segment_ids=np.zeros(shape, np.int32),
             positions=np.zeros(shape, np.int32),
         )
-        for index, row in enumerate(self.rows_at(index)):
-            _fill_row(step.Batch(*(array[index] for array in flat)), [self.examples[i] for i in row])
-        return step.Batch(*(array.reshape(self.accum_steps, -1, self.max_length) for array in flat))
+        for number, row in enumerate(self.rows_at(index)):
+            _fill_row(step.Batch(*(a[number] for a in flat)), [self.examples[i] for i in row])
+        return step.Batch(*(a.reshape(self.accum_steps, -1, self.max_length) for a in flat))
 
     @functools.cached_property
     def _order(self) -> grain.MapDataset[list[packing.Row]]:

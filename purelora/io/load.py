@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import qwix
-from jax.sharding import NamedSharding
 
 from purelora import errors, info, quant
 from purelora import tree as trees
@@ -54,32 +53,49 @@ def load(
         damaged one.
     """
     names = {path: model.family.hf_names(model.config, path) for path in model.flat_infos}
-    digests = _check_tied(source, _check_tensors(source, model, names))
+    _check_tensors(source, model, names)
     total, placed = sum(map(len, names.values())), trees.flatten(shardings)
     flat: dict[str, Any] = {}
+    digests: dict[str, bytes] = {}
     for path, like in trees.flatten(infos).items():
-        leaf = _empty(like, placed[path])
         transpose = model.flat_infos[path].contracting == -2
+        fill = _filler(like, transpose, _is_stacked(like), _Hashable(placed[path]))
+        leaf, finite = _empty(like, placed[path]), {}
         for index, name in enumerate(names[path]):
-            tensor = sources.Tensor(*source.read(name))
+            tensor = source.read(name)
             digests[name] = tensor.digest
-            fill = _filler(like, transpose, len(names[path]) > 1, _Hashable(placed[path]))
-            leaf = fill(leaf, tensor.array, index)
+            leaf, finite[name] = fill(leaf, tensor.array, index)
             if progress:
                 progress(len(digests), total)
+        _check_finite(source, finite)
         flat[path] = leaf
     return Loaded(trees.unflatten(flat), sources.fingerprint(digests))
 
 
+def _is_stacked(like: Any) -> bool:
+    first = like.qvalue if isinstance(like, qwix.QArray) else like
+    return "layers" in first.axes
+
+
+def _check_finite(source: sources.Source, finite: Mapping[str, jax.Array]) -> None:
+    bad = [name for name, good in finite.items() if not good]
+    if bad:
+        raise errors.ModelError.of(
+            errors.Problem(f"{source.path}: {name}", None, "holds values that are not finite",
+                           "fetch the model anew")
+            for name in bad
+        )  # fmt: skip
+
+
 def _check_tensors(
     source: sources.Source, model: causal_lm.CausalLM, names: Mapping[str, tuple[str, ...]]
-) -> list[str]:
-    """Compares names and shapes with the declarations; returns the surplus names to be ignored."""
+) -> None:
+    """Compares names and shapes with the declarations; all problems in one error."""
     shapes = dict(source.shapes())
     problems: list[errors.Problem] = []
     for path, layer_names in names.items():
         leaf = model.flat_infos[path]
-        shape = leaf.shape[1:] if len(layer_names) > 1 or "layers" in leaf.axes else leaf.shape
+        shape = leaf.shape[1:] if _is_stacked(leaf) else leaf.shape
         wanted = shape[::-1] if leaf.contracting == -2 else shape
         for name in layer_names:
             found = shapes.pop(name, None)
@@ -88,13 +104,13 @@ def _check_tensors(
             elif tuple(found) != wanted:
                 what = f"has shape {list(found)}, but config.json makes it {list(wanted)}"
                 problems.append(errors.Problem(f"{source.path}: {name}", None, what, ""))
-    ignored = [name for name in shapes if _is_derived(name, model)]
-    for name in shapes.keys() - set(ignored):
+    for name in [name for name in shapes if not _is_derived(name, model)]:
         what = f"holds a tensor {name!r} that this architecture does not have"
         problems.append(errors.Problem(source.path, None, what, "is config.json of another model?"))
     if problems:
         raise errors.ModelError.of(_first(problems))
-    return ignored
+    if "lm_head.weight" in shapes:
+        _check_tied(source)
 
 
 def _is_derived(name: str, model: causal_lm.CausalLM) -> bool:
@@ -103,18 +119,16 @@ def _is_derived(name: str, model: causal_lm.CausalLM) -> bool:
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _check_tied(source: sources.Source, ignored: list[str]) -> dict[str, bytes]:
-    """A head that is stored although it is tied must be the embedding. Returns an empty dict."""
-    if "lm_head.weight" in ignored:
-        head = source.read("lm_head.weight").digest
-        if head != source.read("model.embed_tokens.weight").digest:
-            raise errors.ModelError(
-                f"{source.path}: lm_head.weight",
-                None,
-                "differs from model.embed_tokens.weight, but config.json ties them",
-                "set tie_word_embeddings to false in config.json if the head is its own",
-            )
-    return {}
+def _check_tied(source: sources.Source) -> None:
+    """A head that is stored although it is tied must be the embedding."""
+    head = source.read("lm_head.weight").digest
+    if head != source.read("model.embed_tokens.weight").digest:
+        raise errors.ModelError(
+            f"{source.path}: lm_head.weight",
+            None,
+            "differs from model.embed_tokens.weight, but config.json ties them",
+            "set tie_word_embeddings to false in config.json if the head is its own",
+        )
 
 
 def _first(problems: list[errors.Problem], limit: int = 20) -> list[errors.Problem]:
@@ -144,32 +158,20 @@ def _empty(like: Any, sharding: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _filler(like: Any, transpose: bool, stacked: bool, sharding: _Hashable) -> Callable[..., Any]:
-    """The compiled `(leaf, tensor, layer) -> leaf` that writes one layer into a donated leaf."""
+    """The compiled `(leaf, tensor, layer) -> (leaf, is finite)`: writes one layer in place."""
 
-    def fill(leaf: Any, tensor: jax.Array, layer: jax.Array) -> Any:
-        weight = tensor.T if transpose else tensor
-        value = _final(weight, like)
+    def fill(leaf: Any, tensor: jax.Array, layer: jax.Array) -> tuple[Any, jax.Array]:
+        value = _final(tensor.T if transpose else tensor, like)
+        finite = jnp.isfinite(tensor).all()
         if not stacked:
-            return jax.tree.map(lambda v, old: v.reshape(old.shape), value, leaf)
-        return jax.tree.map(
-            lambda old, v: jax.lax.dynamic_update_index_in_dim(old, v, layer, 0), leaf, value
-        )
+            return value, finite
+        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+        return jax.tree.map(write, leaf, value), finite
 
-    return jax.jit(fill, donate_argnums=0, out_shardings=sharding.value)
+    return jax.jit(fill, donate_argnums=0, out_shardings=(sharding.value, None))
 
 
 def _final(weight: jax.Array, like: info.ParamInfo | qwix.QArray) -> Any:
     if isinstance(like, qwix.QArray):
         return quant.quantise(weight, like)
     return weight.astype(jnp.dtype(like.dtype))
-
-
-def placement_bytes(infos: trees.Tree, shardings: trees.Tree) -> int:
-    """Bytes of a tree on the fullest device."""
-    sizes = jax.tree.map(_shard_bytes, infos, shardings)
-    return sum(jax.tree.leaves(sizes))
-
-
-def _shard_bytes(leaf: info.ParamInfo, sharding: NamedSharding) -> int:
-    shape = sharding.shard_shape(leaf.shape)
-    return trees.leaf_bytes(jax.ShapeDtypeStruct(shape, jnp.dtype(leaf.dtype)))

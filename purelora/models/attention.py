@@ -71,7 +71,9 @@ def _forward(
         exps = jnp.exp(scores - top)
         total = exps.sum(axis=-1, keepdims=True)
         mixed = jnp.einsum(
-            "BKGTS,BKSH->BKGTH", exps.astype(v.dtype), v[:, :, :end],
+            "BKGTS,BKSH->BKGTH",
+            exps.astype(v.dtype),
+            v[:, :, :end],
             preferred_element_type=jnp.float32,
         )
         outs.append((mixed / total).astype(q.dtype))
@@ -128,7 +130,7 @@ def _scores(
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """Borders of the query blocks: at most `_MOST_BLOCKS`, none below `_LEAST_BLOCK` but the last."""
+    """Borders of the query blocks: at most `_MOST_BLOCKS`, of `_LEAST_BLOCK` or more."""
     size = max(_LEAST_BLOCK, -(-length // _MOST_BLOCKS))
     for start in range(0, length, size):
         yield start, min(start + size, length)

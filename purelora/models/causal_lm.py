@@ -159,8 +159,9 @@ def make_forward(
         key: jax.Array | None,
         rows_B: jax.Array,
     ) -> jax.Array:
-        use_dropout = key is not None and dropout_rate > 0
-        dropout = layers.Dropout(key, rows_B, dropout_rate) if use_dropout else None
+        dropout = None
+        if key is not None and dropout_rate > 0:
+            dropout = layers.Dropout(key, rows_B, dropout_rate)
         return model.loss_sum(
             trainable, base, batch, execution=execution, gathers=gathers, dropout=dropout
         )

@@ -68,7 +68,9 @@ class Dropout:
         key = jax.random.fold_in(self.key, np.uint32(zlib.crc32(name.encode())))
 
         def keep_row(row: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, row), 1 - self.rate, x_BTD.shape[1:])
+            return jax.random.bernoulli(
+                jax.random.fold_in(key, row), 1 - self.rate, x_BTD.shape[1:]
+            )
 
         kept = jax.vmap(keep_row)(self.rows_B)
         return jnp.where(kept, x_BTD / jnp.asarray(1 - self.rate, x_BTD.dtype), 0)
@@ -92,7 +94,7 @@ def add_adapter(
     y: jax.Array, x: jax.Array, module: params.Module, dropout: Dropout | None = None
 ) -> jax.Array:
     """`y + scaling · (x A) B`; just `y` where the module has no adapters."""
-    if module.lora_a is None:
+    if module.lora_a is None or module.lora_b is None or module.scaling is None:
         return y
     if dropout is not None:
         x = dropout(x, module.name)

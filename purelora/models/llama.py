@@ -45,8 +45,8 @@ def from_hf(config: Mapping[str, Any], where: str) -> LlamaConfig:
     """Reads a config.json.
 
     Fields that the file format itself leaves out when they have their usual value
-    (`num_key_value_heads`, `head_dim`, biases, `tie_word_embeddings`) take the value that the format
-    defines; every size must be there.
+    (`num_key_value_heads`, `head_dim`, biases, `tie_word_embeddings`) take the value that the
+    format defines; every size must be there.
 
     Raises:
       ModelError: a missing or wrong field; all of them in one error.
@@ -56,13 +56,19 @@ def from_hf(config: Mapping[str, Any], where: str) -> LlamaConfig:
     hidden = reader.size("hidden_size")
     kv_heads = reader.size("num_key_value_heads", absent=heads)
     head_dim = reader.size("head_dim", absent=hidden // max(heads, 1))
-    reader.check(kv_heads and heads % kv_heads == 0, "num_key_value_heads", kv_heads,
-                 f"does not divide num_attention_heads = {heads}")
+    reader.check(
+        kv_heads and heads % kv_heads == 0,
+        "num_key_value_heads",
+        kv_heads,
+        f"does not divide num_attention_heads = {heads}",
+    )
     reader.check(head_dim % 2 == 0, "head_dim", head_dim, "is odd; rotary positions need pairs")
     activation = config.get("hidden_act", "silu")
     reader.check(activation == "silu", "hidden_act", activation, "is not supported; only 'silu' is")
-    sizes = {n: reader.size(n) for n in ("intermediate_size", "num_hidden_layers", "vocab_size")}
-    flags = {
+    sizes: dict[str, Any] = {
+        n: reader.size(n) for n in ("intermediate_size", "num_hidden_layers", "vocab_size")
+    }
+    flags: dict[str, Any] = {
         n: reader.flag(n) for n in ("tie_word_embeddings", "attention_bias", "mlp_bias")
     }
     eps = reader.positive("rms_norm_eps")
@@ -94,15 +100,17 @@ class _Reader:
         value = self.config.get(name)
         if value is None and absent is not None:
             return absent
-        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        self.check(good, name, value, "is missing" if value is None else "is not a size")
-        return value if good else 1
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.check(False, name, value, "is missing" if value is None else "is not a size")
+        return 1
 
     def positive(self, name: str) -> float:
         value = self.config.get(name)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        self.check(good, name, value, "is missing" if value is None else "is not a number > 0")
-        return float(value) if good else 1.0
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.check(False, name, value, "is missing" if value is None else "is not a number > 0")
+        return 1.0
 
     def flag(self, name: str) -> bool:
         value = self.config.get(name, False)
@@ -120,9 +128,7 @@ def param_infos(cfg: LlamaConfig, dtype: str) -> trees.Tree:
     NH = cfg.num_attention_heads * cfg.head_dim
     KH = cfg.num_key_value_heads * cfg.head_dim
 
-    def kernel(
-        n_in: int, n_out: int, axis_in: str, axis_out: str, has_bias: bool
-    ) -> trees.Tree:
+    def kernel(n_in: int, n_out: int, axis_in: str, axis_out: str, has_bias: bool) -> trees.Tree:
         weight = ParamInfo((L, n_in, n_out), dtype, ("layers", axis_in, axis_out), contracting=-2)
         bias = ParamInfo((L, n_out), dtype, ("layers", None), init="zeros")
         return {"weight": weight, "bias": bias} if has_bias else {"weight": weight}
@@ -218,7 +224,9 @@ def hidden(
     def body(x_BTD: jax.Array, xs: tuple[trees.Tree, jax.Array]) -> tuple[jax.Array, None]:
         layer, index = xs
         layer_dropout = None if dropout is None else dropout.for_layer(index)
-        attend = functools.partial(_attend, segments_BT=inputs.segment_ids_BT, angles=angles, cfg=cfg)
+        attend = functools.partial(
+            _attend, segments_BT=inputs.segment_ids_BT, angles=angles, cfg=cfg
+        )
         return _block(x_BTD, layer, attend, cfg, layer_dropout)
 
     x_BTD = layers.embed(inputs.tokens_BT, bound["embed_tokens"], dtype)

@@ -32,7 +32,8 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
       where: the file, for messages.
 
     Raises:
-      ModelError: `rope_parameters` without theta, an unknown type, or a field missing or of a wrong type.
+      ModelError: `rope_parameters` without theta or in conflict with `rope_scaling`, an unknown
+        type, or a field missing or of a wrong type.
     """
     scaling = _scaling(config, where)
     theta = scaling.get("rope_theta", config.get("rope_theta"))
@@ -40,7 +41,7 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
         theta = 10000.0  # What the older format means by leaving it out, as Llama 2's files do.
     theta = _number(theta, f"{where}: rope_theta")
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = _kind(scaling)
     if kind not in _FIELDS:
         raise errors.ModelError(
             f"{where}: rope_type", kind, "is not supported", f"supported: {', '.join(_FIELDS)}"
@@ -61,8 +62,27 @@ def _scaling(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for key in present:
         if not isinstance(config[key], Mapping):
             raise errors.ModelError(f"{where}: {key}", config[key], "is not an object", "")
-    # Both may stand in one file when a newer library wrote an older model: the new one holds all.
+    if len(present) == 2:
+        _check_same(*(config[key] for key in present), where)
     return config[present[0]] if present else {}
+
+
+def _check_same(new: Mapping[str, Any], old: Mapping[str, Any], where: str) -> None:
+    """A newer library that wrote an older model leaves both in the file: they must agree."""
+    named = {**old, "rope_type": _kind(old)}
+    known = {**new, "rope_type": _kind(new)}
+    differ = [k for k, v in named.items() if k != "type" and known.get(k) != v]
+    if differ:
+        raise errors.ModelError(
+            f"{where}: rope_scaling",
+            old,
+            f"and rope_parameters differ in {', '.join(differ)}",
+            "delete the one that is wrong",
+        )
+
+
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def _number(value: Any, where: str) -> float:
@@ -81,7 +101,7 @@ def _llama3(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> np.ndarray:
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    """Llama 3.1's scaling: long waves slowed by `factor`, short ones kept, a ramp between."""
     wavelengths = 2 * math.pi / frequencies
     turns = original_max_position_embeddings / wavelengths
     ramp = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)

@@ -1,0 +1,15 @@
+"""LoRA on a real model without quantisation: SmolLM2-135M-Instruct learns to define words.
+
+    python -m purelora.train --config=configs/lora.py
+
+As configs/qlora.py, but the base stays in float32. FILL
+"""
+
+from configs import qlora
+
+
+def get_config():
+    c = qlora.get_config()
+    c.workdir = "runs/lora"
+    c.quant.qtype = "none"
+    return c

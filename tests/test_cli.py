@@ -1,0 +1,169 @@
+"""The command line: overrides by type, files that cannot be used, errors without tracebacks."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from purelora import cli, errors
+
+REPO = pathlib.Path(__file__).parent.parent
+TINY = f"--config={REPO}/configs/tiny.py"
+
+
+def parsed(*arguments: str):
+    return cli.parse([TINY, *arguments], flags=("plan",)).config
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("lora.r=8", 8),
+        ("lora.lora_alpha=3", 3.0),
+        ("optim.learning_rate=2e-5", 2e-5),
+        ("optim.clip_norm=None", None),
+        ("data.packing=False", False),
+        ("data.packing=true", True),
+        ("data.eval_fraction=0", 0.0),
+        ("workdir=3", "3"),
+        ("lora.target_modules=q_proj,v_proj", ("q_proj", "v_proj")),
+        ("lora.target_modules=['q_proj']", ("q_proj",)),
+        ("lora.target_modules=('q_proj')", ("q_proj",)),
+        (r"lora.target_modules=.*\.(q|v)_proj", r".*\.(q|v)_proj"),
+        ("quant.skip=()", ()),
+        ("sample_prompts=['one, two']", ("one, two",)),
+    ],
+)
+def test_an_override_takes_the_type_of_its_key(argument, value):
+    key = argument.partition("=")[0]
+    config = parsed(f"--config.{argument}")
+    for part in key.split("."):
+        config = getattr(config, part)
+    assert config == value
+    assert type(config) is type(value)
+
+
+def test_value_may_follow_as_the_next_argument():
+    assert parsed("--config.lora.r", "8").lora.r == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.lora.rr=8"], r"lora\.rr: is not a key of purelora; did you mean lora\.r"),
+        (["--config.lora.lora_rank=8"], r"lora\.lora_rank.*use lora\.r"),
+        (["--config.load_parameters_path=x"], r"load_parameters_path.*use model\.path"),
+        (["--config.max_target_length=9"], r"max_target_length.*use max_length"),
+        (["--config.lora.lora_restore_path=x"], r"lora_restore_path.*not supported"),
+        (["--config.lora.r=x"], r"lora\.r = 'x': must be a whole number"),
+        (["--config.lora.r=1.5"], r"lora\.r = '1\.5': must be a whole number"),
+        (["--config.dtype=fp16"], r"dtype = 'fp16': must be one of 'float32', 'bfloat16'"),
+        (["--config.data.packing=yes"], r"data\.packing = 'yes': must be True or False"),
+        (["--config.lora=3"], r"lora = '3': is a section of keys"),
+        (["--config.lora.r"], r"has no value; write --config\.lora\.r=VALUE"),
+        (["--lora.r=3"], r"write --config\.lora\.r"),
+        (["--learning_rate=3"], r"--config\.KEY=VALUE sets a key; here it is optim"),
+        (["--plann"], r"did you mean --plan\?"),
+        (["--config.lora.r=0"], r"lora\.r = 0: must be at least 1"),
+        (["--config.lora.lora_alpha=0"], r"lora\.lora_alpha = 0\.0: makes the scaling"),
+        (["--config.optim.learning_rate=nan"], r"optim\.learning_rate = nan: must be a number"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_error(arguments, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        parsed(*arguments)
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(errors.ConfigError) as caught:
+        parsed("--config.lora.rr=8", "--config.seed=x", "--config.dtype=fp16")
+    assert len(caught.value.problems) == 3
+    with pytest.raises(errors.ConfigError) as caught:
+        parsed("--config.lora.r=0", "--config.batch_size=0", "--config.epochs=3")
+    assert {p.where for p in caught.value.problems} >= {"lora.r", "batch_size", "steps, epochs"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"has no get_config"),
+        ("def get_config(:", r"conf\.py:1.*SyntaxError"),
+        ("import nonsuch", r"conf\.py:1.*nonsuch"),
+        ("\ndef get_config():\n  return 1 / 0", r"conf\.py:3: ZeroDivisionError"),
+        ("def get_config():\n  return {}", r"has no get_config\(\) that returns a ConfigDict"),
+        ("from configs import base\ndef get_config():\n  c = base.get_config()\n  c.lora.rr = 1\n"
+         "  return c", r"lora\.rr"),
+        ("from configs import base\ndef get_config():\n  c = base.get_config()\n  c.lora.r = 'x'\n"
+         "  return c", r"conf\.py:4: TypeError"),
+        ("from ml_collections import ConfigDict\ndef get_config():\n  return ConfigDict()",
+         r"workdir: is missing"),
+    ],
+)  # fmt: skip
+def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, text, message):
+    monkeypatch.syspath_prepend(str(REPO))
+    path = tmp_path / "conf.py"
+    path.write_text(text)
+    with pytest.raises(errors.ConfigError, match=message):
+        cli.parse([f"--config={path}"], flags=())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("nonsuch.py", "is not a file"), (str(REPO), "is not a file")]
+)
+def test_a_config_path_that_is_no_file(path, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        cli.parse([f"--config={path}"], flags=())
+
+
+def test_a_config_file_that_is_not_text(tmp_path):
+    path = tmp_path / "conf.py"
+    path.write_bytes(b"\xff\xfe\x00nonsense")
+    with pytest.raises(errors.ConfigError, match="conf.py"):
+        cli.parse([f"--config={path}"], flags=())
+
+
+def test_without_config_the_error_says_what_to_write():
+    with pytest.raises(errors.ConfigError, match=r"--config: is missing; for example --config="):
+        cli.parse([], flags=())
+
+
+def test_the_command_prints_errors_without_traceback_and_exits_2(tmp_path):
+    command = [sys.executable, "-m", "purelora.train", TINY, "--config.lora.r=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ConfigError: lora.r = 0: ")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_the_usage(tmp_path):
+    command = [sys.executable, "-m", "purelora.train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "--config=FILE" in done.stdout
+
+
+def test_every_config_file_parses_and_documents_its_command():
+    for path in sorted((REPO / "configs").glob("*.py")):
+        if path.stem in ("__init__", "base"):
+            continue
+        text = path.read_text()
+        assert f"python -m purelora.train --config=configs/{path.name}" in text, path
+        cli.parse([f"--config={path}"], flags=())
+
+
+def test_base_config_comments_every_key():
+    lines = (REPO / "configs" / "base.py").read_text().splitlines()
+    keys = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("    c.") and "ConfigDict()" not in line
+    ]
+    assert len(keys) > 50
+    for index in keys:
+        # A comment above the key, or above the run of keys it belongs to.
+        above = index - 1
+        while lines[above].startswith("    c.") and "ConfigDict()" not in lines[above]:
+            above -= 1
+        assert lines[above].lstrip().startswith("#"), lines[index]

@@ -1,0 +1,110 @@
+"""Loading a base: layouts, placement, fingerprints and weights that do not fit."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+
+from purelora import errors, quant, specs
+from purelora import tree as trees
+from purelora.io import builtin, load, source
+from purelora.models import causal_lm
+
+
+def tiny_arrays(tied: bool = True) -> tuple[dict, dict[str, np.ndarray]]:
+    config = {**builtin.tiny().source.config, "tie_word_embeddings": tied}
+    arrays = builtin.random_llama(config, seed=0)
+    if not tied and "lm_head.weight" not in arrays:
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"][::-1].copy()
+    return config, arrays
+
+
+def load_tiny(arrays, config, *, qtype="none", dtype="float32", tile_size=None, fsdp=1):
+    model = causal_lm.from_hf(config, "tiny", dtype=dtype)
+    mesh = specs.make_mesh(1, fsdp, jax.devices()[:fsdp])
+    infos = quant.quantised_infos(model.infos, qtype=qtype, tile_size=tile_size, skip=("norm",))
+    placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
+    return (
+        infos,
+        placed,
+        load.load(source.ArraySource("tiny", config, arrays), model, infos, placed),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_kernels_are_transposed_and_stacked_tables_kept(tied):
+    config, arrays = tiny_arrays(tied)
+    tree = load_tiny(arrays, config)[2].tree
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        np.testing.assert_array_equal(
+            tree["layers"]["mlp"]["down_proj"]["weight"][layer], arrays[name].T
+        )
+        norm = tree["layers"]["input_layernorm"]["weight"][layer]
+        np.testing.assert_array_equal(norm, arrays[f"model.layers.{layer}.input_layernorm.weight"])
+    np.testing.assert_array_equal(
+        tree["embed_tokens"]["weight"], arrays["model.embed_tokens.weight"]
+    )
+    assert ("lm_head" in tree) == (not tied)
+
+
+@pytest.mark.parametrize(("tile_size", "fsdp"), [(None, 1), (None, 8), (8, 1), (8, 8)])
+def test_quantised_while_loading_equals_quantised_afterwards(tile_size, fsdp):
+    config, arrays = tiny_arrays()
+    infos, placed, loaded = load_tiny(arrays, config, qtype="int8", tile_size=tile_size, fsdp=fsdp)
+    floats = load_tiny(arrays, config)[2].tree
+    want = trees.map_leaves(
+        lambda w, i: quant.quantise(w, i) if isinstance(i, qwix.QArray) else w, floats, infos
+    )
+    chex.assert_trees_all_equal(jax.device_get(loaded.tree), jax.device_get(want))
+    jax.tree.map(lambda leaf, where: chex.assert_equal(leaf.sharding, where), loaded.tree, placed)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"qtype": "int8"}, {"fsdp": 8}])
+def test_the_fingerprint_is_that_of_the_source_alone(options):
+    config, arrays = tiny_arrays()
+    plain = load_tiny(arrays, config)[2].fingerprint
+    assert load_tiny(arrays, config, **options)[2].fingerprint == plain
+    changed = {**arrays, "model.norm.weight": arrays["model.norm.weight"] + np.float32(1e-6)}
+    assert load_tiny(changed, config, **options)[2].fingerprint != plain
+
+
+def test_bfloat16_storage_rounds_to_nearest():
+    config, arrays = tiny_arrays()
+    leaf = load_tiny(arrays, config, dtype="bfloat16")[2].tree["embed_tokens"]["weight"]
+    assert leaf.dtype == jnp.bfloat16
+    chex.assert_trees_all_equal(
+        leaf, jnp.asarray(arrays["model.embed_tokens.weight"], jnp.bfloat16)
+    )
+
+
+def test_all_tensors_that_do_not_fit_are_named_in_one_error():
+    config, arrays = tiny_arrays()
+    del arrays["model.norm.weight"]
+    arrays["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 5), np.float32)
+    arrays["model.layers.0.mlp.extra.weight"] = np.zeros((3,), np.float32)
+    with pytest.raises(errors.ModelError) as caught:
+        load_tiny(arrays, config)
+    text = str(caught.value)
+    assert "holds no tensor 'model.norm.weight'" in text
+    assert "model.layers.1.mlp.up_proj.weight: has shape [3, 5]" in text
+    assert "'model.layers.0.mlp.extra.weight' that this architecture does not have" in text
+
+
+def test_a_stored_head_of_a_tied_model_must_be_the_embedding():
+    config, arrays = tiny_arrays()
+    plain = load_tiny(arrays, config)[2]
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    chex.assert_trees_all_equal(load_tiny(arrays, config)[2].tree, plain.tree)
+    arrays["lm_head.weight"][0, 0] += 1
+    with pytest.raises(errors.ModelError, match="differs from model.embed_tokens.weight"):
+        load_tiny(arrays, config)
+
+
+def test_a_weight_that_is_not_finite_is_refused():
+    config, arrays = tiny_arrays()
+    arrays["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    with pytest.raises(errors.ModelError, match=r"layers\.1\.mlp\.up_proj\.weight.*not finite"):
+        load_tiny(arrays, config)

@@ -1,0 +1,225 @@
+"""Meshes, rules and specs: full rank, never trimmed to fit, and gathers that make weights whole."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+import tiny
+from jax.sharding import PartitionSpec as P
+
+from purelora import errors, info, quant, specs
+from purelora import tree as trees
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    with tiny.quick_compiles():
+        yield
+
+
+def spec(shape, axes, mesh, rules=specs.RULES) -> P:
+    leaf = info.ParamInfo(shape, "float32", axes, contracting=-2 if len(shape) > 1 else None)
+    return specs.spec_tree({"w": leaf}, mesh, rules)["w"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "sizes", "expected"),
+    [
+        ((3, 32, 48), ("layers", "embed", "mlp"), (1, 8), P(None, "fsdp", None)),
+        ((3, 48, 32), ("layers", "mlp", "embed"), (2, 4), P(None, None, "fsdp")),
+        ((64, 32), ("vocab", "embed"), (4, 2), P(None, "fsdp")),
+        ((3, 32, 48), ("layers", "embed", "mlp"), (8, 1), P(None, None, None)),
+        ((3, 32), ("layers", None), (1, 8), P(None, None)),
+        ((32, 32), ("embed", "embed"), (1, 8), P("fsdp", None)),  # A mesh axis is used once.
+        ((), (), (1, 8), P()),
+    ],
+)
+def test_rules(shape, axes, sizes, expected):
+    got = spec(shape, axes, tiny.mesh(*sizes))
+    assert got == expected and len(got) == len(shape)
+
+
+def test_first_rule_wins():
+    rules = (("embed", "data"), ("embed", "fsdp"), ("mlp", "fsdp"))
+    assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), rules) == P("data", "fsdp")
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (8, 1)])
+def test_every_spec_has_full_rank_and_leaves_layers_whole(sharded, sizes):
+    """B27: adapters take the spec of their own axes, 3 layers on 8 devices."""
+    m = tiny.with_lora(tiny.model())
+    rules = specs.adapter_rules(specs.RULES, sharded)
+    for infos, used in ((m.infos, specs.RULES), (m.adapter_infos(), rules)):
+        found = trees.flatten(specs.spec_tree(infos, tiny.mesh(*sizes), used))
+        for path, leaf in trees.flatten(infos).items():
+            expected = [
+                "fsdp" if axis == "embed" and used and sizes[1] > 1 else None for axis in leaf.axes
+            ]
+            assert found[path] == P(*expected), path
+            assert leaf.axes[0] != "layers" or found[path][0] is None
+
+
+@pytest.mark.parametrize(
+    ("infos", "message"),
+    [
+        ({"w": ((36, 8), ("embed", "mlp"))},
+         r"mesh.fsdp = 8: w: embed = 36 does not divide over 8 devices; .*1, 2, 3, 4, 6, 9"),
+        ({"layers": {"q": ((3, 8, 20), ("layers", "heads", "embed"))}},
+         r"mesh.fsdp = 8: layers.q: embed = 20 does not divide"),
+    ],
+)  # fmt: skip
+def test_dimension_that_does_not_divide(infos, message):
+    infos = trees.map_leaves(lambda s: info.ParamInfo(s[0], "float32", s[1], contracting=-2), infos)
+    with pytest.raises(errors.ConfigError, match=message):
+        specs.spec_tree(infos, tiny.mesh(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("length", "tile", "message"),
+    [
+        (128, 32, "gives 4 tiles along embed = 128, {}; use 16 (8 tiles), or one scale per channel"),
+        (576, 64, "gives 9 tiles along embed = 576, {}; use 72 (8 tiles)"),
+        (32, 16, "gives 2 tiles along embed = 32, {}; use 4 (8 tiles)"),
+    ],
+)
+def test_tile_count_that_does_not_divide(length, tile, message):
+    """B28: the tile that is proposed works."""
+    infos = {"w": info.ParamInfo((length, 8), "float32", ("embed", "mlp"), contracting=-2)}
+
+    def tree(tile_size):
+        laid_out = quant.quantised_infos(infos, qtype="int8", tile_size=tile_size, skip=())
+        return specs.spec_tree(laid_out, tiny.mesh(1, 8))
+
+    text = message.format("not divisible by mesh.fsdp = 8")
+    with pytest.raises(errors.ConfigError, match=re.escape(f"quant.tile_size = {tile}: w: {text}")):
+        tree(tile)
+    proposed = int(message.partition("use ")[2].split()[0])
+    assert tree(proposed)["w"].scale == P("fsdp", None)
+
+
+def test_all_that_does_not_divide_is_in_one_error():
+    m = tiny.model(hidden_size=36, head_dim=8)
+    with pytest.raises(errors.ConfigError) as caught:
+        specs.spec_tree(m.infos, tiny.mesh(1, 8))
+    named = {p.what.partition(":")[0] for p in caught.value.problems}
+    assert named == {p for p, leaf in m.flat_infos.items() if "embed" in leaf.axes}
+
+
+def test_scale_specs_follow_the_scale():
+    """A dimension of one scale is not sharded; tile counts and output channels are as the codes."""
+    infos = {
+        "up": info.ParamInfo((3, 64, 48), "float32", ("layers", "embed", "mlp"), contracting=-2),
+        "down": info.ParamInfo((3, 48, 64), "float32", ("layers", "mlp", "embed"), contracting=-2),
+        "table": info.ParamInfo((40, 64), "float32", ("vocab", "embed"), contracting=-1),
+    }
+
+    def scales(tile):
+        laid_out = quant.quantised_infos(infos, qtype="int8", tile_size=tile, skip=())
+        found = specs.spec_tree(laid_out, tiny.mesh(2, 4))
+        assert {k: v.qvalue for k, v in found.items()} == specs.spec_tree(infos, tiny.mesh(2, 4))
+        return {k: v.scale for k, v in found.items()}
+
+    whole = P(None, None, "fsdp")
+    assert scales(None) == {"up": P(None, None, None), "down": whole, "table": P(None, None)}
+    assert scales(8) == {"up": P(None, "fsdp", None), "down": whole, "table": P(None, "fsdp")}
+
+
+@pytest.mark.parametrize(
+    ("data", "fsdp", "shape"), [(1, None, (1, 8)), (2, None, (2, 4)), (8, 1, (8, 1)), (2, 4, (2, 4))]
+)
+def test_mesh_sizes(data, fsdp, shape):
+    mesh = specs.make_mesh(data, fsdp, jax.devices())
+    assert mesh.axis_names == ("data", "fsdp") and mesh.devices.shape == shape
+    assert list(mesh.devices.flat) == jax.devices()
+    assert specs.row_ways(mesh) == 8
+
+
+@pytest.mark.parametrize(
+    ("data", "fsdp", "message"),
+    [
+        (3, None, r"mesh.data = 3: does not divide the 8 devices; .*1, 2, 4, 8"),
+        (2, 2, r"mesh.data × mesh.fsdp = '2 × 2': is 4, but there are 8 devices; leave mesh.fsdp"),
+        (16, 1, r"is 16, but there are 8 devices"),
+    ],
+)
+def test_mesh_that_does_not_fit(data, fsdp, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        specs.make_mesh(data, fsdp, jax.devices())
+
+
+@pytest.mark.parametrize("tile", ["float", None, 4])
+def test_gathers_make_weights_whole(tile):
+    """On every device, of whole stacks and of one layer of them."""
+    m, mesh = tiny.model(num_hidden_layers=2), tiny.mesh(2, 4)
+    base, infos = tiny.weights(m), m.infos
+    if tile != "float":
+        base, infos = tiny.quantised(m, base, "int8", tile)
+    layout = specs.spec_tree(infos, mesh)
+    gathers = specs.gathers(layout)
+    assert set(gathers) == {p for p, leaf in m.flat_infos.items() if "embed" in leaf.axes}
+
+    def gathered(tree):
+        whole = trees.flatten(tree)
+        whole |= {path: gather(whole[path]) for path, gather in gathers.items()}
+        layer = {
+            path: gather(jax.tree.map(lambda a: a[1], trees.flatten(tree)[path]))
+            for path, gather in gathers.items()
+            if path.startswith("layers.")
+        }
+        return jax.tree.map(lambda a: a[None], (whole, layer))
+
+    run = jax.shard_map(
+        gathered,
+        mesh=mesh,
+        in_specs=(layout,),
+        out_specs=P(specs.BATCH_AXES),  # The copies of all devices, stacked.
+        check_vma=False,
+    )
+    whole, layer = jax.device_get(jax.jit(run)(jax.device_put(base, specs.shardings(layout, mesh))))
+    flat = trees.flatten(jax.device_get(base))
+    for device in range(8):
+        for path, copies in whole.items():
+            one = jax.tree.map(lambda a, d=device: a[d], copies)
+            chex.assert_trees_all_equal(one, flat[path])
+        for path, copies in layer.items():
+            one = jax.tree.map(lambda a, d=device: a[d], copies)
+            chex.assert_trees_all_equal(one, jax.tree.map(lambda a: a[1], flat[path]))
+
+
+def test_gather_hashes_by_value():
+    """Gathers are static arguments: equal ones must not compile twice."""
+    layout = {"w": P(None, "fsdp"), "q": qwix.QArray(P("fsdp"), P(None), None, jnp.int8)}
+    first, second = specs.gathers(layout), specs.gathers(dict(layout))
+    assert first == second and hash(first["q"]) == hash(second["q"])
+    assert first["q"].dims == (((-1, "fsdp"),), ())
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (8, 1)])
+def test_row_numbers_cover_the_micro_batch(sizes):
+    mesh = tiny.mesh(*sizes)
+
+    def local(rows):
+        count = rows.shape[0]
+        total = jnp.full(count, specs.rows_of_micro_batch(count))
+        return specs.first_row(count) + jnp.arange(count), specs.varying(total)
+
+    run = specs.shard_step(local, mesh, P(specs.BATCH_AXES), P(specs.BATCH_AXES))
+    numbers, total = jax.jit(run)(jnp.zeros(16))
+    np.testing.assert_array_equal(numbers, np.arange(16))
+    np.testing.assert_array_equal(total, np.full(16, 16))
+
+
+def test_gradient_paths():
+    """Cast and summed over exactly the batch axes that a spec lacks; only adapters are gathered."""
+    paths = specs.gradient_paths({
+        "q": {"lora_a": P(None, "fsdp", None), "lora_b": P(None, None, None)},
+        "w": {"weight": P(None, "fsdp", None)},
+    })  # fmt: skip
+    assert paths["q"]["lora_a"] == specs.GradientPath(("data",), ((-2, "fsdp"),))
+    assert paths["q"]["lora_b"] == specs.GradientPath(("data", "fsdp"), ())
+    assert paths["w"]["weight"] == specs.GradientPath(("data",), ())

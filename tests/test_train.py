@@ -1,0 +1,276 @@
+"""The main command end to end on the tiny built-in model: what a user meets."""
+
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from purelora import cli, errors, reporting, setup, signals, train
+
+REPO = pathlib.Path(__file__).parent.parent
+TINY = f"--config={REPO}/configs/tiny.py"
+# Eight virtual devices: the rows of a micro-batch must split over them.
+BASE = ("--config.accum_steps=1", "--config.max_length=64", "--config.data.eval_fraction=0.01")
+
+
+def run(workdir: pathlib.Path, *arguments: str) -> int:
+    return train.main([TINY, f"--config.workdir={workdir}", *BASE, *arguments])
+
+
+def records(workdir: pathlib.Path, kind: str) -> list[dict]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def saved_state(workdir: pathlib.Path, *arguments: str):
+    """The state in a run's newest checkpoint, through the same path as a resumed run."""
+    settings = cli.parse(
+        [TINY, f"--config.workdir={workdir}", *BASE, "--config.checkpoint.resume=must", *arguments],
+        flags=(),
+    ).config
+    model, plan = setup.open_and_plan(settings, lambda text: None)
+    return setup.build(model, plan, lambda text: None)[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> pathlib.Path:
+    """A run of 10 steps with a checkpoint at 5 and at 10."""
+    workdir = tmp_path_factory.mktemp("finished")
+    assert run(workdir, "--config.steps=10", "--config.checkpoint.save_steps=5") == 0
+    return workdir
+
+
+def test_a_run_learns_and_records_every_step_once(finished):
+    steps = records(finished, "train")
+    assert [r["step"] for r in steps] == list(range(1, 11))
+    assert all(r["applied"] and r["trained_tokens"] > 0 for r in steps)
+    first, last = records(finished, "eval")
+    assert (first["step"], last["step"]) == (0, 10)
+    assert last["loss"] < first["loss"] - 0.1
+    assert [e["name"] for e in records(finished, "event")] == ["start", "save", "save"]
+    assert json.loads((finished / "config.json").read_text())["lora.r"] == 4
+
+
+@pytest.mark.parametrize(
+    "extra", [(), ("--config.lora.lora_dropout=0.3",), ("--config.epochs=None",)]
+)
+def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, extra):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    schedule = ("--config.optim.schedule_steps=6", *extra)
+    run(whole, "--config.steps=6", *schedule)
+    run(broken, "--config.steps=3", *schedule)
+    run(broken, "--config.steps=6", *schedule)
+    states = [saved_state(w, "--config.steps=6", *schedule) for w in (whole, broken)]
+    leaves = [jax.tree.map(_bits, state) for state in states]
+    chex.assert_trees_all_equal(*leaves)
+    losses = [[r["loss"] for r in records(w, "train")] for w in (whole, broken)]
+    assert losses[0] == losses[1]
+    assert [r["step"] for r in records(broken, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def _bits(leaf):
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def test_a_complete_run_says_so_and_changes_nothing(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert run(finished, "--config.steps=10", "--config.checkpoint.save_steps=5") == 0
+    assert "complete" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config.lora.r=8",), r"lora\.r = 8: was 4"),
+        (("--config.seed=1",), r"seed = 1: was 0"),
+        (("--config.steps=20",), r"optim\.schedule_steps = 20: was 10"),
+        (("--config.data.packing=False",), r"data\.packing"),
+        (("--config.checkpoint.resume=never",), r"holds a run with a checkpoint at step 10"),
+    ],
+)
+def test_a_run_is_not_continued_with_other_settings(finished, arguments, message):
+    with pytest.raises(errors.CheckpointError, match=message):
+        run(finished, "--config.steps=10", *arguments)
+
+
+def test_resume_must_needs_a_checkpoint(tmp_path):
+    with pytest.raises(errors.CheckpointError, match="there is no checkpoint"):
+        run(tmp_path / "none", "--config.checkpoint.resume=must")
+
+
+def test_plan_prints_every_leaf_and_writes_nothing(tmp_path, capsys):
+    assert run(tmp_path / "plan", "--plan") == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"layers\.self_attn\.q_proj\.weight\.qvalue +2×64×64 +int8 +\(-, fsdp, -\) +1,024", out
+    )
+    assert re.search(
+        r"layers\.self_attn\.q_proj\.lora_a +2×64×4 +float32 +\(-, -, -\) +2,048 +yes", out
+    )
+    assert re.search(r"lora\.r +4\n", out)
+    assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--config.lora.enabled=False", "--config.quant.qtype=none"),
+        ("--config.task=pretrain", "--config.data.shuffle=False"),
+        ("--config.scan_layers=False", "--config.remat=full", "--config.quant.tile_size=8"),
+        ("--config.mesh.data=2", "--config.mesh.shard_adapters=True", "--config.dtype=bfloat16"),
+        ("--config.lora.target_modules=q_proj,v_proj", "--config.data.packing=False"),
+        (r"--config.lora.target_modules=.*layers\.1\..*up_proj", "--config.optim.name=sgd"),
+    ],
+)
+def test_every_way_of_training_lowers_the_loss(tmp_path, arguments):
+    assert run(tmp_path, "--config.steps=4", *arguments) == 0
+    losses = [r["loss"] for r in records(tmp_path, "train")]
+    evals = [r["loss"] for r in records(tmp_path, "eval")]
+    assert len(losses) == 4
+    assert np.isfinite(losses).all()
+    assert evals[1] < evals[0]
+
+
+def test_eval_loss_does_not_depend_on_batching(tmp_path):
+    losses = []
+    for rows in (8, 16):
+        workdir = tmp_path / str(rows)
+        run(workdir, "--config.steps=1", f"--config.batch_size={rows}")
+        losses.append(records(workdir, "eval")[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_samples_before_and_after(tmp_path):
+    run(tmp_path, "--config.steps=1", "--config.sample_prompts=['Hi','What is it?']",
+        "--config.sample_tokens=5")  # fmt: skip
+    samples = records(tmp_path, "sample")
+    assert [(s["step"], s["prompt"]) for s in samples] == [
+        (0, "Hi"), (0, "What is it?"), (1, "Hi"), (1, "What is it?"),
+    ]  # fmt: skip
+
+
+class _PoisonedRun:
+    """A run whose third batch has a weight so large that the loss overflows."""
+
+    def __init__(self, real: setup.Run):
+        self._real = real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def place(self, batch):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 3:
+            weights = batch.weights.copy()
+            weights[np.unravel_index(weights.argmax(), weights.shape)] = 1e38
+            batch = batch._replace(weights=weights)
+        return self._real.place(batch)
+
+
+@pytest.mark.parametrize("policy", ["abort", "skip"])
+def test_a_batch_that_is_not_finite(tmp_path, policy):
+    settings = cli.parse(
+        [TINY, f"--config.workdir={tmp_path}", *BASE, "--config.steps=5",
+         "--config.data.eval_fraction=0", f"--config.nan_policy={policy}"],
+        flags=(),
+    ).config  # fmt: skip
+    reporter = reporting.Reporter(settings)
+    run_, start = setup.build(*setup.open_and_plan(settings, str), str)
+    with signals.catch() as stop, reporter.opened(run_, start):
+        if policy == "abort":
+            with pytest.raises(errors.DivergedError, match="step 3: is not finite"):
+                train.train(_PoisonedRun(run_), start, reporter, stop)
+            return
+        final = train.train(_PoisonedRun(run_), start, reporter, stop)
+    assert (int(final.step), int(final.updates)) == (5, 4)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(final.trainable))
+    steps = records(tmp_path, "train")
+    assert [r["applied"] for r in steps] == [True, True, False, True, True]
+    assert steps[-1]["skipped_steps"] == 1
+    assert steps[2]["loss"] == "inf"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, signum):
+    arguments = [TINY, f"--config.workdir={tmp_path}", "--config.steps=100000",
+                 "--config.log_steps=1", "--config.optim.schedule=constant",
+                 "--config.optim.schedule_steps=100", "--config.data.eval_fraction=0"]  # fmt: skip
+    command = [sys.executable, "-m", "purelora.train", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as p:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "metrics.jsonl").exists() or not records(tmp_path, "train"):
+            assert time.monotonic() < deadline and p.poll() is None
+            time.sleep(0.05)
+        p.send_signal(signum)
+        errors_text = p.communicate(timeout=60)[1]
+    assert p.returncode == 128 + signum
+    assert "Traceback" not in errors_text
+    done = records(tmp_path, "train")[-1]["step"]
+    assert (tmp_path / "checkpoints" / str(done)).is_dir()
+    more = [a for a in arguments if "config.steps" not in a] + [f"--config.steps={done + 2}"]
+    assert subprocess.run([*command[:3], *more], capture_output=True, check=False).returncode == 0
+    assert [r["step"] for r in records(tmp_path, "train")] == list(range(1, done + 3))
+
+
+def test_one_compilation_for_a_whole_run(tmp_path):
+    """The step is compiled ahead for one shape; another shape is refused instead of recompiled."""
+    settings = cli.parse([TINY, f"--config.workdir={tmp_path}", *BASE], flags=()).config
+    run_, start = setup.build(*setup.open_and_plan(settings, str), str)
+    batch = run_.data.train.batch(0)
+    shorter = type(batch)(*(np.ascontiguousarray(a[..., :32]) for a in batch))
+    with pytest.raises(TypeError, match="compiled"):
+        run_.train_step(start, run_.base, run_.place(shorter))
+
+
+def test_a_second_start_reads_the_persistent_cache(tmp_path):
+    said = []
+    for name in ("one", "two"):
+        command = [
+            sys.executable, "-m", "purelora.train", TINY, f"--config.workdir={tmp_path / name}",
+            f"--config.compile_cache={tmp_path / 'cache'}", "--config.steps=1",
+        ]  # fmt: skip
+        said.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert re.search(r"train step compiled in [\d.]+ s \(compiled\)", said[0])
+    assert re.search(r"train step compiled in [\d.]+ s \(cache hit\)", said[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("--config.model.path=nonsuch",), errors.ModelError, "nonsuch"),
+        (("--config.data.train=wordnet-defs",), errors.DataError, "wordnet-definitions"),
+        (("--config.data.train=nonsuch.jsonl",), errors.DataError, "nonsuch.jsonl"),
+        (("--config.data.chat_template=nonsuch.jinja",), errors.ConfigError, "nonsuch.jinja"),
+        (("--config.lora.target_modules=nonsuch",), errors.ConfigError, "it has q_proj"),
+        (("--config.lora.target_modules=q_proj",), errors.ConfigError, r"write \['q_proj'\]"),
+        (("--config.quant.tile_size=48",), errors.ConfigError, "quant.tile_size"),
+        (("--config.quant.skip=embd",), errors.ConfigError, "quant.skip"),
+        (("--config.mesh.fsdp=3",), errors.ConfigError, "8 devices"),
+        (("--config.batch_size=12",), errors.ConfigError, "use 16"),
+        (("--config.data.eval_fraction=0.00001",), errors.ConfigError, "eval_fraction"),
+        (("--config.max_length=2", "--config.data.too_long=drop"), errors.DataError, "none"),
+    ],
+)
+def test_what_does_not_fit_the_model_or_data_is_a_clear_error(tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        run(tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(errors.ConfigError, match="workdir"):
+        run(blocked / "run")

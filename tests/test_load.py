@@ -1,11 +1,16 @@
 """Loading a base: layouts, placement, fingerprints and weights that do not fit."""
 
+import json
+import subprocess
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
+import safetensors.numpy
 
 from purelora import errors, quant, specs
 from purelora import tree as trees
@@ -108,3 +113,43 @@ def test_a_weight_that_is_not_finite_is_refused():
     arrays["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
     with pytest.raises(errors.ModelError, match=r"layers\.1\.mlp\.up_proj\.weight.*not finite"):
         load_tiny(arrays, config)
+
+
+_PEAK = """
+import resource, sys
+import jax
+from purelora import quant, specs
+from purelora.io import hf, load
+from purelora.models import causal_lm
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+source = hf.open_folder(sys.argv[1])
+model = causal_lm.from_hf(source.config, "folder", dtype="float32")
+mesh = specs.make_mesh(1, 1, jax.devices()[:1])
+infos = quant.quantised_infos(model.infos, qtype="int8", tile_size=None, skip=())
+placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
+before = peak()
+loaded = load.load(source, model, infos, placed)
+print(peak() - before)
+"""
+
+
+def test_memory_peaks_at_the_base_and_one_tensor(tmp_path):
+    """A 600 MB file as a 150 MB base: holding the file, or all floats, would be seen."""
+    config = {
+        **builtin.tiny().source.config,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+    }
+    arrays = builtin.random_llama(config, seed=0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    on_disk = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", _PEAK, str(tmp_path)]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    one_tensor = 4096 * 1024 * 4
+    # Compiling the fillers takes memory of its own, which does not grow with the model.
+    assert grown < on_disk / 4 + one_tensor + 300e6 < on_disk

@@ -5,6 +5,8 @@ import os
 import stat
 from typing import Any
 
+import numpy as np
+
 from purelora import errors
 
 _REPLACE = "copy or download the file again"
@@ -23,6 +25,18 @@ def check_readable(path: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise errors.ModelError(path, None, f"cannot be read ({reason})", _REPLACE) from error
+
+
+def read_range(path: str, start: int, n_bytes: int) -> np.ndarray:
+    """`n_bytes` bytes of a file from `start`, in memory of their own."""
+    try:
+        found = np.fromfile(path, np.uint8, n_bytes, offset=start)
+    except OSError as error:
+        what = f"cannot be read: {error}"
+        raise errors.ModelError(path, None, what, "check the file's permissions") from error
+    if len(found) < n_bytes:
+        raise errors.ModelError(path, None, "has become shorter", "download the file again")
+    return found
 
 
 def read_text(path: str) -> str:

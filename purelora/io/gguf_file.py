@@ -62,13 +62,11 @@ class Container:
       path: the file.
       fields: metadata by key; numbers, strings, booleans, and lists of them.
       tensors: the tensors by their GGUF names.
-      data: the bytes of the file, mapped.
     """
 
     path: str
     fields: Mapping[str, Any]
     tensors: Mapping[str, Entry]
-    data: np.ndarray
 
     def field(self, key: str, kind: type, items: type | None = None) -> Any:
         """The metadata at `key`, or None when the file does not hold it.
@@ -105,7 +103,7 @@ class Container:
         """One tensor in numpy order, floats as stored and quantised blocks as float32."""
         source.check_name(self.path, name, self.tensors)
         entry = self.tensors[name]
-        stored = self.data[entry.start : entry.start + entry.n_bytes]
+        stored = files.read_range(self.path, entry.start, entry.n_bytes)
         if entry.dtype in PLAIN:
             array = stored.view(source.DTYPES[entry.dtype]).reshape(entry.shape)
         else:
@@ -115,7 +113,7 @@ class Container:
 
 
 def open_container(path: str) -> Container:
-    """Reads the header of the GGUF file at `path` and maps its tensors; reads no weights.
+    """Reads the header of the GGUF file at `path`; reads no weights.
 
     Raises:
       ModelError: the file is missing, damaged, truncated, of an unknown version, one part of
@@ -142,7 +140,7 @@ def open_container(path: str) -> Container:
             "join the parts with llama-gguf-split --merge",
         )
     tensors = _read_tensors(cursor, n_tensors, fields.get("general.alignment", _DEFAULT_ALIGNMENT))
-    return Container(path, fields, tensors, data)
+    return Container(path, fields, tensors)
 
 
 @dataclasses.dataclass

@@ -6,9 +6,11 @@ file's name and a remedy, and the index is checked against what the shards reall
 """
 
 import dataclasses
+import json
 import os
+import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 
@@ -20,13 +22,21 @@ _SINGLE = "model.safetensors"
 _AGAIN = "download the file again"
 
 
+class _Entry(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """One open safetensors file."""
+    """One safetensors file."""
 
     path: str
-    handle: Any
-    shapes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, _Entry]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +49,18 @@ class HFSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
-        return {name: shard.shapes[name] for name, shard in self.shards.items()}
+        return {name: shard.entries[name].shape for name, shard in self.shards.items()}
 
     def read(self, name: str) -> source.Tensor:
         """Reads one tensor in its stored element type."""
         source.check_name(self.path, name, self.shards)
         shard = self.shards[name]
-        dtype = shard.handle.get_slice(name).get_dtype()
-        if dtype not in source.DTYPES:
-            raise source.dtype_error(shard.path, name, dtype)
-        array = shard.handle.get_tensor(name)
-        return source.Tensor(array, source.digest(dtype, array.shape, array))
+        entry = shard.entries[name]
+        if entry.dtype not in source.DTYPES:
+            raise source.dtype_error(shard.path, name, entry.dtype)
+        stored = files.read_range(shard.path, entry.start, entry.n_bytes)
+        array = stored.view(source.DTYPES[entry.dtype]).reshape(entry.shape)
+        return source.Tensor(array, source.digest(entry.dtype, entry.shape, stored))
 
 
 def open_folder(path: str) -> HFSource:
@@ -61,7 +72,7 @@ def open_folder(path: str) -> HFSource:
     if not os.path.isdir(path):
         raise errors.ModelError(path, None, "is not a folder", "give an existing model folder")
     config = read_config(path)
-    where = {name: shard for shard in _open_shards(path) for name in shard.shapes}
+    where = {name: shard for shard in _open_shards(path) for name in shard.entries}
     if not where:
         raise errors.ModelError(path, None, "holds no tensors", _AGAIN)
     return HFSource(path, config, where)
@@ -168,12 +179,12 @@ def _check_listed(
     index: str, shard: _Shard, listed: set[str], weight_map: Mapping[str, str]
 ) -> None:
     """Checks that a shard holds exactly the tensors that the index lists for it."""
-    missing = sorted(listed - set(shard.shapes))
+    missing = sorted(listed - set(shard.entries))
     if missing:
         raise errors.ModelError(
             shard.path, None, f"lacks tensor {missing[0]!r} that {index} lists for it", _AGAIN
         )
-    surplus = sorted(set(shard.shapes) - listed)
+    surplus = sorted(set(shard.entries) - listed)
     if not surplus:
         return
     name = surplus[0]
@@ -187,9 +198,24 @@ def _check_listed(
 def _open_shard(path: str) -> _Shard:
     files.check_readable(path)
     try:
-        handle = safetensors.safe_open(path, framework="numpy")
-        names = handle.keys()
+        # The library checks the header against the file; the tensors are read without its mapping,
+        # whose pages would count as memory until the file is closed.
+        with safetensors.safe_open(path, framework="numpy"):
+            entries = _entries(path)
     except (safetensors.SafetensorError, OSError) as error:
         what = f"is not a sound safetensors file ({error}); is it truncated?"
         raise errors.ModelError(path, None, what, _AGAIN) from error
-    return _Shard(path, handle, {n: tuple(handle.get_slice(n).get_shape()) for n in names})
+    return _Shard(path, entries)
+
+
+def _entries(path: str) -> dict[str, _Entry]:
+    """The table of a safetensors file that the library has found sound."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: _Entry(item["dtype"], tuple(item["shape"]), 8 + length + begin, end - begin)
+        for name, item in header.items()
+        for begin, end in [item["data_offsets"]]
+    }

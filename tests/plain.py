@@ -80,8 +80,9 @@ def _linear(x_TD: jax.Array, layer: Flat, name: str) -> jax.Array:
 
 def _mlp(x_TD: jax.Array, layer: Flat) -> jax.Array:
     gate = _linear(x_TD, layer, "mlp.gate_proj")
-    return _linear(gate * jax.nn.sigmoid(gate) * _linear(x_TD, layer, "mlp.up_proj"), layer,
-                   "mlp.down_proj")
+    return _linear(
+        gate * jax.nn.sigmoid(gate) * _linear(x_TD, layer, "mlp.up_proj"), layer, "mlp.down_proj"
+    )
 
 
 def _attention(x_TD: jax.Array, layer: Flat, config: Mapping[str, Any]) -> jax.Array:

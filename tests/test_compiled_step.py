@@ -156,7 +156,7 @@ def test_adapter_gradients_are_reduced_once_outside_every_loop(case):
     leaves = jax.tree.leaves(tiny.trainer(case).trainable)
     sharded = [a for a in leaves if not a.sharding.is_fully_replicated]
     assert len(sharded) == (7 if case.sharded else 0)
-    # A sharded leaf is scattered over fsdp and summed over data. Loss, weights and norm are scalars.
+    # A sharded leaf is scattered over fsdp and summed over data; the scalars are sums and norms.
     summed = [a for a in program.reduced("all-reduce", looped=False) if a[1]]
     assert len(summed) == len(leaves)
     assert len(program.reduced("reduce-scatter", looped=False)) == len(sharded)

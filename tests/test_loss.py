@@ -19,9 +19,8 @@ CHUNKS = (1, 5, 8, 21, 100)  # Of 21 tokens: none of 5 and 8 divides.
 def data():
     """x [B, T, D], head [V, D], adapters, targets and uneven weights."""
     rng = np.random.default_rng(0)
-    x, table, a, b = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, D), (V, D), (D, R), (R, V))
-    )
+    shapes = ((B, T, D), (V, D), (D, R), (R, V))
+    x, table, a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
     targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
     weights = jnp.asarray(rng.choice([0.0, 0.5, 1.0, 2.0], (B, T)), jnp.float32)
     return x, table, (a, b), targets, weights

@@ -1,4 +1,4 @@
-"""The frozen base: round trips, agreement with qwix, layouts, and the matmul with its own gradient."""
+"""The frozen base: round trips, agreement with qwix, layouts, and the matmul with its gradient."""
 
 import chex
 import jax
@@ -86,7 +86,8 @@ def test_scales_are_float32_for_bfloat16_weights():
     weight = random("kernel").astype(jnp.bfloat16)
     q = quant.quantise(weight, layout("kernel", None))
     assert (q.scale.dtype, q.qvalue.dtype) == (jnp.float32, jnp.int8)
-    chex.assert_trees_all_equal(q, quant.quantise(weight.astype(jnp.float32), layout("kernel", None)))
+    same = quant.quantise(weight.astype(jnp.float32), layout("kernel", None))
+    chex.assert_trees_all_equal(q, same)
 
 
 @pytest.mark.parametrize("tile", [None, 4])
@@ -204,10 +205,13 @@ def test_proposed_tile_divides_and_spreads(length, tile, ways, best):
     assert length % best == 0 and (length // best) % ways == 0
 
 
-@pytest.mark.parametrize(("tile", "message"), [
-    (20, r"quant.tile_size = 20: layers.self_attn.q_proj.weight: does not divide embed = 32; use 16"),
-    (32, r"layers.mlp.down_proj.weight: does not divide mlp = 48; use 24 \(2 tiles\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (20, r"quant.tile_size = 20: layers.*q_proj.weight: does not divide embed = 32; use 16"),
+        (32, r"layers.mlp.down_proj.weight: does not divide mlp = 48; use 24 \(2 tiles\)"),
+    ],
+)
 def test_tile_that_does_not_divide(tile, message):
     with pytest.raises(errors.ConfigError, match=message):
         specs.check_tiles(tiny.model().infos, tile, ())

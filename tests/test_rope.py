@@ -43,8 +43,8 @@ CASES = {
     "null scaling": ({"rope_theta": 5e5, "rope_scaling": None}, formula(5e5)),
     "theta only inside": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
                           formula(5e5)),
-    "theta beside rope_parameters": ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
-                                     formula(5e5)),
+    "theta beside rope_parameters": (
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}, formula(5e5)),
     "linear": ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 4}},
                formula(1e4, "linear", {"factor": 4})),
     "linear, old key": ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},

@@ -1,6 +1,6 @@
-"""The train step: the same gradients on every mesh, with any accumulation, and only where they belong.
+"""The train step: the same gradients on every mesh and with any accumulation; a frozen base.
 
-Gradients are read off one SGD step (Adam would hide a wrong scale) and compared with plain `jax.grad`
+Gradients are read off one SGD step (Adam would hide a wrong scale) and compared with `jax.grad`
 through `plain`, an independent model on one device.
 """
 
@@ -226,8 +226,9 @@ def test_state_lies_where_the_layout_says(case):
     adam = next(s for s in current.opt_state if hasattr(s, "mu"))
     for moments in (adam.mu, adam.nu):
         chex.assert_trees_all_equal_shapes_and_dtypes(moments, current.trainable)
-        jax.tree.map(lambda m, p: chex.assert_equal(m.sharding, p.sharding), moments,
-                     current.trainable)
+        jax.tree.map(
+            lambda m, p: chex.assert_equal(m.sharding, p.sharding), moments, current.trainable
+        )
     for leaf in jax.tree.leaves((current.trainable, trainer.base)):
         assert len(leaf.sharding.spec) == leaf.ndim
     shard = current.trainable["layers"]["self_attn"]["q_proj"]["lora_a"].addressable_shards[0]
@@ -291,7 +292,7 @@ def test_update_refuses(loss, weight, grad):
 
 
 def test_bfloat16_activations_train_float32_adapters():
-    """X08: small steps are not rounded away, and the gradient is the float32 one but for rounding."""
+    """X08: the gradient is the float32 one but for rounding, and updates stay in float32."""
     case = Case("int8", fsdp=2, dtype="bfloat16")
     batch = tiny.flat_batch()
     grads, metrics = one_step(case, batch)

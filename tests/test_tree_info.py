@@ -145,7 +145,7 @@ def test_values_depend_on_path_and_key_alone():
 
 
 def test_path_keys_are_the_same_on_every_run():
-    """Golden: Python's own hash changes from run to run, and runs are resumed by other processes."""
+    """Golden: Python's own hash changes from run to run, and other processes resume a run."""
     data = jax.random.key_data(info.path_key(jax.random.key(0), "layers.self_attn.q_proj.lora_a"))
     assert data.tolist() == [424781122, 3697040833]
 

@@ -103,15 +103,15 @@ def ours(dtype: str, qtype: str, scan: str, remat: str):
     """purelora's own step with its arguments; weights are random, batches full."""
     import jax
 
-    from purelora import optim, setup
+    from purelora import assembly, optim
 
-    model, plan = setup.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
-    loaded = setup.load_weights(model, plan, lambda text: None)
-    split = setup.through_boundary(plan, loaded.tree)
+    model, plan = assembly.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
+    loaded = assembly.load_weights(model, plan, lambda text: None)
+    split = assembly.through_boundary(plan, loaded.tree)
     tx = optim.transformation(plan.config.optim, optim.decayed_leaves(plan.trainable_infos))
-    layout = setup.layout_of(plan, tx)
-    state = setup.fresh_state(plan, layout, tx, split.trainable)
-    step = setup.train_step(plan, layout, tx, schedule_steps=100)
+    layout = assembly.layout_of(plan, tx)
+    state = assembly.fresh_state(plan, layout, tx, split.trainable)
+    step = assembly.train_step(plan, layout, tx, schedule_steps=100)
     return step, state, split.base, jax.device_put(full_batch())
 
 
@@ -138,12 +138,12 @@ def naive(dtype: str):
     import jax.numpy as jnp
     import optax
 
-    from purelora import info, setup
+    from purelora import assembly, info
     from purelora.models import layers
 
     quiet = settings(dtype, "none", "scan", "none")
-    model, plan = setup.open_and_plan(quiet, lambda text: None)
-    base = setup.load_weights(model, plan, lambda text: None).tree
+    model, plan = assembly.open_and_plan(quiet, lambda text: None)
+    base = assembly.load_weights(model, plan, lambda text: None).tree
     adapters = info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
     tx = optax.adamw(1e-3)
     cfg = plan.model.config

@@ -5,14 +5,30 @@ each chunk's logits are used twice while they are there and never recomputed. Wh
 backward pass is the gradient of the activations, not the logits.
 """
 
-import functools
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from purelora import params, quant
+from purelora import params
 from purelora.models import layers
+
+
+class Tokens(NamedTuple):
+    """What the head turns into losses, `[B, T]` or in chunks `[C, N]`.
+
+    Attributes:
+      x: activations after the last norm, `[..., D]`.
+      adapter_x: what the head's adapters read: `x`, with dropout while training.
+      targets: token ids to predict.
+      weights: float32 weight of each target; 0 leaves it out.
+    """
+
+    x: jax.Array
+    adapter_x: jax.Array
+    targets: jax.Array
+    weights: jax.Array
 
 
 def token_nll(logits_NV: jax.Array, targets_N: jax.Array) -> jax.Array:
@@ -29,8 +45,9 @@ def xent_sum(
     weights_BT: jax.Array,
     *,
     chunk_tokens: int,
+    dropout: layers.Dropout | None = None,
 ) -> jax.Array:
-    """Weighted sum of the tokens' cross-entropies, a float32 scalar.
+    """Weighted sum of the tokens' cross-entropies, a float32 scalar; logits are float32.
 
     Args:
       x_BTD: activations after the last norm.
@@ -38,114 +55,92 @@ def xent_sum(
       targets_BT: token ids to predict.
       weights_BT: weight of each target; 0 leaves it out.
       chunk_tokens: how many tokens' logits exist at once.
+      dropout: dropout on the input of the head's adapters.
     """
-    d = x_BTD.shape[-1]
+    is_dropped = dropout is not None and head.lora_a is not None
+    adapter_x = dropout(x_BTD, head.name) if dropout is not None and is_dropped else x_BTD
     count = targets_BT.size
     chunks = -(-count // chunk_tokens)
     size = -(-count // chunks)
-    pad = chunks * size - count
 
-    def chunked(flat: jax.Array) -> jax.Array:
-        padded = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
+    def chunked(array: jax.Array) -> jax.Array:
+        flat = array.reshape(count, *array.shape[2:])
+        padded = jnp.pad(flat, ((0, chunks * size - count),) + ((0, 0),) * (flat.ndim - 1))
         return padded.reshape(chunks, size, *flat.shape[1:])
 
-    trained, frozen = _split_head(head)
-    return _chunked_sum(
-        chunked(x_BTD.reshape(count, d)),
-        trained,
-        frozen,
-        chunked(targets_BT.reshape(count)),
-        chunked(weights_BT.reshape(count)),
-        (head.gather, head.frozen, head.contracting),
+    tokens = Tokens(*map(chunked, (x_BTD, adapter_x, targets_BT, weights_BT)))
+    return _chunked_sum(tokens, *_split(head))
+
+
+def _split(head: params.Module) -> tuple[params.Module, params.Module]:
+    """The head as two modules: what gets a gradient, and what does not."""
+    trained = dataclasses.replace(
+        head, weight=None if head.frozen else head.weight, scaling=None, bias=None
+    )
+    frozen = dataclasses.replace(
+        head, weight=head.weight if head.frozen else None, lora_a=None, lora_b=None
+    )
+    return trained, frozen
+
+
+def _joined(trained: params.Module, frozen: params.Module) -> params.Module:
+    weight = frozen.weight if trained.weight is None else trained.weight
+    return dataclasses.replace(
+        frozen, weight=weight, lora_a=trained.lora_a, lora_b=trained.lora_b
     )
 
 
-def _split_head(head: params.Module) -> tuple[Any, Any]:
-    """The head's arrays as (those that get a gradient, those that do not)."""
-    adapters = (head.lora_a, head.lora_b)
-    if head.frozen:
-        return (adapters, None), (head.weight, head.scaling)
-    return (adapters, head.weight), (None, head.scaling)
+def _whole(head: params.Module) -> params.Module:
+    """The head with its weight gathered: once, not for each chunk."""
+    weight = None if head.weight is None else head.gather(head.weight)
+    return dataclasses.replace(head, weight=weight, gather=params.whole)
 
 
 def _chunk_nll(
-    x_ND: jax.Array,
-    trained: Any,
-    frozen: Any,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-    contracting: int,
+    inputs: tuple[jax.Array, jax.Array],
+    trained: params.Module,
+    frozen: params.Module,
+    chunk: Tokens,
 ) -> jax.Array:
-    """Weighted loss sum of one chunk; the weights in `trained` and `frozen` are whole here."""
-    (lora_a, lora_b), trained_weight = trained
-    frozen_weight, scaling = frozen
-    weight = frozen_weight if trained_weight is None else trained_weight
-    head = params.Module(
-        weight=weight,
-        bias=None,
-        lora_a=lora_a,
-        lora_b=lora_b,
-        scaling=scaling,
-        name="lm_head",
-        gather=params.whole,
-        contracting=contracting,
-        frozen=trained_weight is None,
-    )
+    """Weighted loss sum of one chunk of `[N]` tokens; the weights are whole here."""
     with jax.named_scope("head"):
-        logits_NV = layers.linear(x_ND, head)
-        return jnp.sum(token_nll(logits_NV, targets_N) * weights_N)
+        logits_NV = layers.adapted(*inputs, _joined(trained, frozen), jnp.float32)
+        return jnp.sum(token_nll(logits_NV, chunk.targets) * chunk.weights)
 
 
-Static = tuple[quant.Gather, bool, int]  # gather, frozen and contracting of the head
+@jax.custom_vjp
+def _chunked_sum(tokens: Tokens, trained: params.Module, frozen: params.Module) -> jax.Array:
+    trained, frozen = _whole(trained), _whole(frozen)
 
+    def body(total: jax.Array, chunk: Tokens) -> tuple[jax.Array, None]:
+        return total + _chunk_nll(chunk[:2], trained, frozen, chunk), None
 
-def _gathered(trained: Any, frozen: Any, gather: quant.Gather) -> tuple[Any, Any]:
-    (adapters, trained_weight), (frozen_weight, scaling) = trained, frozen
-    whole_trained = None if trained_weight is None else gather(trained_weight)
-    whole_frozen = None if frozen_weight is None else gather(frozen_weight)
-    return (adapters, whole_trained), (whole_frozen, scaling)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _chunked_sum(
-    x: jax.Array, trained: Any, frozen: Any, targets: jax.Array, weights: jax.Array, static: Static
-) -> jax.Array:
-    gather, _, contracting = static
-    trained, frozen = _gathered(trained, frozen, gather)
-
-    def body(total: jax.Array, chunk: Any) -> tuple[jax.Array, None]:
-        x_ND, targets_N, weights_N = chunk
-        return total + _chunk_nll(x_ND, trained, frozen, targets_N, weights_N, contracting), None
-
-    total, _ = jax.lax.scan(body, _zero_sum(x), (x, targets, weights))
+    total, _ = jax.lax.scan(body, _zero_sum(tokens.x), tokens)
     return total
 
 
 def _chunked_sum_fwd(
-    x: jax.Array, trained: Any, frozen: Any, targets: jax.Array, weights: jax.Array, static: Static
+    tokens: Tokens, trained: params.Module, frozen: params.Module
 ) -> tuple[jax.Array, Any]:
-    gather, _, contracting = static
-    (full_trained, full_frozen) = _gathered(trained, frozen, gather)
-
-    def body(carry: Any, chunk: Any) -> tuple[Any, jax.Array]:
-        total, d_trained = carry
-        x_ND, targets_N, weights_N = chunk
-        nll, (dx, d_chunk) = jax.value_and_grad(_chunk_nll, argnums=(0, 1))(
-            x_ND, full_trained, full_frozen, targets_N, weights_N, contracting
-        )
-        return (total + nll, jax.tree.map(jnp.add, d_trained, d_chunk)), dx
-
-    init = (_zero_sum(x), jax.tree.map(jnp.zeros_like, full_trained))
-    (total, d_full), dx = jax.lax.scan(body, init, (x, targets, weights))
+    whole_frozen = _whole(frozen)
     # The gradient of a gathered weight goes back the way the weight came: one reduce-scatter.
-    _, pull = jax.vjp(lambda t: _gathered(t, frozen, gather)[0], trained)
-    return total, (dx, pull(d_full)[0])
+    whole_trained, pull = jax.vjp(_whole, trained)
+
+    def body(carry: Any, chunk: Tokens) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        total, d_trained = carry
+        nll, (d_inputs, d_chunk) = jax.value_and_grad(_chunk_nll, argnums=(0, 1))(
+            chunk[:2], whole_trained, whole_frozen, chunk
+        )
+        return (total + nll, jax.tree.map(jnp.add, d_trained, d_chunk)), d_inputs
+
+    init = (_zero_sum(tokens.x), jax.tree.map(jnp.zeros_like, whole_trained))
+    (total, d_whole), d_inputs = jax.lax.scan(body, init, tokens)
+    return total, (d_inputs, pull(d_whole)[0])
 
 
-def _chunked_sum_bwd(static: Static, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    del static
-    dx, d_trained = jax.tree.map(lambda d: d * g.astype(d.dtype), residuals)
-    return dx, d_trained, None, None, None
+def _chunked_sum_bwd(residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
+    (dx, d_adapter_x), d_trained = jax.tree.map(lambda d: d * g.astype(d.dtype), residuals)
+    return Tokens(dx, d_adapter_x, None, None), d_trained, None
 
 
 _chunked_sum.defvjp(_chunked_sum_fwd, _chunked_sum_bwd)

@@ -29,6 +29,7 @@ QTYPES = {"int8": jnp.int8}
 
 Weight = Any  # jax.Array | qwix.QArray: a QArray's fields may also hold infos or specs
 Gather = Callable[[Weight], Weight]
+DType = Any  # Whatever jnp.dtype takes.
 
 
 def is_skipped(path: str, skip: Sequence[str]) -> bool:
@@ -121,17 +122,21 @@ def take_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return (tiled * picked.scale[..., None]).reshape(picked.qvalue.shape).astype(dtype)
 
 
-def dot(x: jax.Array, weight: Weight, contracting: int = -2) -> jax.Array:
+def dot(
+    x: jax.Array, weight: Weight, contracting: int = -2, out_dtype: DType | None = None
+) -> jax.Array:
     """`x[..., K] · weight` over the weight's `contracting` dimension (-2: [K, N], -1: [N, K]).
 
-    Channel scales multiply the result, so the codes are never expanded to a float weight.
+    Channel scales multiply the result, so the codes are never expanded to a float weight. The
+    result is in `out_dtype`, by default that of `x`.
     """
+    out = x.dtype if out_dtype is None else out_dtype
     if not isinstance(weight, qwix.QArray):
-        return _contract(x, weight.astype(x.dtype), contracting)
+        return _contract(x, weight.astype(x.dtype), contracting, out)
     if weight.scale.shape[contracting] > 1:
-        return _contract(x, qwix.dequantize(weight).astype(x.dtype), contracting)
+        return _contract(x, dequantise(weight).astype(x.dtype), contracting, out)
     y = _contract(x, weight.qvalue.astype(x.dtype), contracting, jnp.float32)
-    return (y * _channel_scale(weight.scale, y.ndim)).astype(x.dtype)
+    return (y * _channel_scale(weight.scale, y.ndim)).astype(out)
 
 
 def _dot_transposed(g: jax.Array, weight: Weight, contracting: int) -> jax.Array:
@@ -140,7 +145,7 @@ def _dot_transposed(g: jax.Array, weight: Weight, contracting: int) -> jax.Array
     if not isinstance(weight, qwix.QArray):
         return _contract(g, weight.astype(g.dtype), other)
     if weight.scale.shape[contracting] > 1:
-        return _contract(g, qwix.dequantize(weight).astype(g.dtype), other)
+        return _contract(g, dequantise(weight).astype(g.dtype), other)
     scaled = g.astype(jnp.float32) * _channel_scale(weight.scale, g.ndim)
     return _contract(scaled.astype(g.dtype), weight.qvalue.astype(g.dtype), other)
 
@@ -155,8 +160,14 @@ def _contract(x: jax.Array, w: jax.Array, contracting: int, out_dtype: Any = Non
     return jax.lax.dot_general(x, w, dims, preferred_element_type=out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def frozen_dot(x: jax.Array, shard: Weight, gather: Gather, contracting: int = -2) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def frozen_dot(
+    x: jax.Array,
+    shard: Weight,
+    gather: Gather,
+    contracting: int = -2,
+    out_dtype: DType | None = None,
+) -> jax.Array:
     """`dot(x, gather(shard))`, differentiable in `x` only.
 
     Args:
@@ -164,23 +175,32 @@ def frozen_dot(x: jax.Array, shard: Weight, gather: Gather, contracting: int = -
       shard: this device's part of a frozen weight.
       gather: makes the weight whole (the identity on one device); hashable.
       contracting: the weight's contracting dimension, counted from the end.
+      out_dtype: dtype of the result, by default that of `x`.
 
     Returns:
-      `[..., N]` in the dtype of `x`.
+      `[..., N]`.
     """
-    return dot(x, gather(shard), contracting)
+    return dot(x, gather(shard), contracting, out_dtype)
 
 
 def _frozen_dot_fwd(
-    x: jax.Array, shard: Weight, gather: Gather, contracting: int
-) -> tuple[jax.Array, Weight]:
-    return dot(x, gather(shard), contracting), shard
+    x: jax.Array, shard: Weight, gather: Gather, contracting: int, out_dtype: DType | None
+) -> tuple[jax.Array, tuple[Weight, jax.Array]]:
+    # Of `x` only the dtype is needed, which an empty array carries.
+    y = dot(x, gather(shard), contracting, out_dtype)
+    return y, (shard, jnp.zeros((0,), x.dtype))
 
 
 def _frozen_dot_bwd(
-    gather: Gather, contracting: int, shard: Weight, g: jax.Array
+    gather: Gather,
+    contracting: int,
+    out_dtype: DType | None,
+    saved: tuple[Weight, jax.Array],
+    g: jax.Array,
 ) -> tuple[jax.Array, None]:
-    return _dot_transposed(g, gather(shard), contracting), None
+    del out_dtype
+    shard, like_x = saved
+    return _dot_transposed(g.astype(like_x.dtype), gather(shard), contracting), None
 
 
 frozen_dot.defvjp(_frozen_dot_fwd, _frozen_dot_bwd)

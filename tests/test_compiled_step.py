@@ -28,6 +28,12 @@ KERNELS = {(32, 32), (32, 16), (32, 48), (48, 32)}  # [in, out] of the gathered 
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    with tiny.quick_compiles():
+        yield
+
+
 def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """All `f32[3,4]` in a text, as (dtype, shape)."""
     return [

@@ -50,7 +50,7 @@ def test_a_packed_row_by_hand():
         segment_ids=[[[1, 1, 1, 2, 2, 2, 2, 2, 0, 0]]],
         positions=[[[0, 1, 2, 0, 1, 2, 3, 4, 0, 0]]],
     )
-    for name, array, values in zip(batches.Batch._fields, batch, want, strict=True):
+    for name, array, values in zip(step.Batch._fields, batch, want, strict=True):
         np.testing.assert_array_equal(array, values, err_msg=name)
         assert array.dtype == (np.float32 if name == "weights" else np.int32), name
 
@@ -86,8 +86,8 @@ def test_an_epoch_holds_each_target_once(sizes):
     made = numbered(lengths)
     data = make(made, pack=pack, batch_size=batch_size, accum_steps=accum_steps, shuffle=shuffle)
     found = []
-    for step in range(data.steps_per_epoch):
-        batch = data.batch(step)
+    for index in range(data.steps_per_epoch):
+        batch = data.batch(index)
         assert batch.tokens.shape == (accum_steps, batch_size // accum_steps, 16)
         found += triples(batch)
         padding = batch.segment_ids == 0
@@ -134,8 +134,8 @@ def test_resuming_sees_what_the_unbroken_run_sees(shuffle):
 def test_a_batch_does_not_depend_on_what_was_read_before():
     data = make(numbered([3, 5, 8, 13, 2, 2, 9]))
     forwards = [data.batch(step) for step in range(9)]
-    for step in reversed(range(9)):
-        for one, other in zip(data.batch(step), forwards[step], strict=True):
+    for index in reversed(range(9)):
+        for one, other in zip(data.batch(index), forwards[index], strict=True):
             np.testing.assert_array_equal(one, other)
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from purelora import cli, errors, reporting, setup, signals, train
+from purelora import assembly, cli, errors, reporting, signals, train
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -36,8 +36,8 @@ def saved_state(workdir: pathlib.Path, *arguments: str):
         [TINY, f"--config.workdir={workdir}", *BASE, "--config.checkpoint.resume=must", *arguments],
         flags=(),
     ).config
-    model, plan = setup.open_and_plan(settings, lambda text: None)
-    return setup.build(model, plan, lambda text: None)[1]
+    model, plan = assembly.open_and_plan(settings, lambda text: None)
+    return assembly.build(model, plan, lambda text: None)[1]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_samples_before_and_after(tmp_path):
 class _PoisonedRun:
     """A run whose third batch has a weight so large that the loss overflows."""
 
-    def __init__(self, real: setup.Run):
+    def __init__(self, real: assembly.Run):
         self._real = real
 
     def __getattr__(self, name):
@@ -185,7 +185,7 @@ def test_a_batch_that_is_not_finite(tmp_path, policy):
         flags=(),
     ).config  # fmt: skip
     reporter = reporting.Reporter(settings)
-    run_, start = setup.build(*setup.open_and_plan(settings, str), str)
+    run_, start = assembly.build(*assembly.open_and_plan(settings, str), str)
     with signals.catch() as stop, reporter.opened(run_, start):
         if policy == "abort":
             with pytest.raises(errors.DivergedError, match="step 3: is not finite"):
@@ -227,7 +227,7 @@ def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, signum):
 def test_one_compilation_for_a_whole_run(tmp_path):
     """The step is compiled ahead for one shape; another shape is refused instead of recompiled."""
     settings = cli.parse([TINY, f"--config.workdir={tmp_path}", *BASE], flags=()).config
-    run_, start = setup.build(*setup.open_and_plan(settings, str), str)
+    run_, start = assembly.build(*assembly.open_and_plan(settings, str), str)
     batch = run_.data.train.batch(0)
     shorter = type(batch)(*(np.ascontiguousarray(a[..., :32]) for a in batch))
     with pytest.raises(TypeError, match="compiled"):

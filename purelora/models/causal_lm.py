@@ -99,7 +99,12 @@ class CausalLM:
         )
         head = self.family.head(bound)
         return loss.xent_sum(
-            x_BTD, head, batch.targets, batch.weights, chunk_tokens=execution.chunk_tokens
+            x_BTD,
+            head,
+            batch.targets,
+            batch.weights,
+            chunk_tokens=execution.chunk_tokens,
+            dropout=dropout,
         )
 
     def logits(

@@ -11,7 +11,6 @@ A name carries the letters of its dimensions: `x_BTD`, `logits_BTV`.
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora import lora, params, quant
+from purelora import info, lora, params, quant
 from purelora import tree as trees
 
 # What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
@@ -65,7 +64,7 @@ class Dropout:
 
     def __call__(self, x_BTD: jax.Array, name: str) -> jax.Array:
         """Drops elements of `x` with a mask of its own for each row and module `name`."""
-        key = jax.random.fold_in(self.key, np.uint32(zlib.crc32(name.encode())))
+        key = info.path_key(self.key, name)
 
         def keep_row(row: jax.Array) -> jax.Array:
             return jax.random.bernoulli(
@@ -81,24 +80,23 @@ class Dropout:
 
 def linear(x: jax.Array, module: params.Module, dropout: Dropout | None = None) -> jax.Array:
     """`x W + b + scaling · (x A) B`, in the dtype of `x`."""
+    adapter_x = x if dropout is None or module.lora_a is None else dropout(x, module.name)
+    return adapted(x, adapter_x, module, x.dtype)
+
+
+def adapted(
+    x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype: Any
+) -> jax.Array:
+    """`x W + b + scaling · (adapter_x A) B` in `out_dtype`; `adapter_x` is `x` but for dropout."""
     if module.frozen:
-        y = quant.frozen_dot(x, module.weight, module.gather, module.contracting)
+        y = quant.frozen_dot(x, module.weight, module.gather, module.contracting, out_dtype)
     else:
-        y = quant.dot(x, module.gather(module.weight), module.contracting)
+        y = quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
     if module.bias is not None:
         y = y + jnp.broadcast_to(module.bias.astype(y.dtype), y.shape)
-    return add_adapter(y, x, module, dropout)
-
-
-def add_adapter(
-    y: jax.Array, x: jax.Array, module: params.Module, dropout: Dropout | None = None
-) -> jax.Array:
-    """`y + scaling · (x A) B`; just `y` where the module has no adapters."""
     if module.lora_a is None or module.lora_b is None or module.scaling is None:
         return y
-    if dropout is not None:
-        x = dropout(x, module.name)
-    return y + lora.delta(x, module.lora_a, module.lora_b, module.scaling)
+    return y + lora.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(y.dtype)
 
 
 def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import optax
+import tqdm
 from jax.sharding import PartitionSpec as P
 
 import purelora
@@ -55,10 +56,6 @@ class Run:
     def settings(self) -> config.Config:
         return self.plan.config
 
-    def is_due(self, step: int, every: int | None) -> bool:
-        """Whether something that is done every so many steps is done after this one."""
-        return every is not None and step % every == 0
-
     def place(self, batch: steps.Batch) -> steps.Batch:
         """Puts a batch on the devices, rows split over the mesh."""
         return jax.device_put(batch, specs.shardings(specs.BATCH_SPEC, self.plan.mesh))
@@ -77,6 +74,7 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     data = data_load.load(settings, model.tokenizer)
     say(f"{data.report}\n{plan.describe_targets()}")
     total = settings.steps or (settings.epochs or 0) * data.train.steps_per_epoch
+    _check_warmup(settings, total)
     schedule_steps = settings.optim.schedule_steps or total
     checkpoints = checkpoint.Checkpoints(
         pathlib.Path(settings.workdir) / "checkpoints", keep_last=settings.checkpoint.keep_last
@@ -122,6 +120,18 @@ def fetch_progress(say: Say) -> Callable[[str, int, int], None]:
     return report
 
 
+def _check_warmup(settings: config.Config, total_steps: int) -> None:
+    """With `epochs` the number of steps is known only when the data is."""
+    limit = settings.optim.schedule_steps or total_steps
+    if settings.optim.warmup_steps > limit:
+        raise errors.ConfigError(
+            "optim.warmup_steps",
+            settings.optim.warmup_steps,
+            f"is more than the {limit} steps there are",
+            "the learning rate would never reach optim.learning_rate",
+        )
+
+
 def _saved_step(settings: config.Config, checkpoints: checkpoint.Checkpoints) -> int | None:
     """The step to continue from, None for a fresh run; by `checkpoint.resume`."""
     found, mode = checkpoints.steps(), settings.checkpoint.resume
@@ -147,7 +157,14 @@ def load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.Lo
     infos = plan.base_infos or plan.trainable_infos
     placed = plan.base_specs or plan.trainable_specs
     start = time.perf_counter()
-    loaded = weights.load(model.source, plan.model, infos, specs.shardings(placed, plan.mesh))
+    with tqdm.tqdm(desc="weights", unit="tensor", leave=False, disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        placement = specs.shardings(placed, plan.mesh)
+        loaded = weights.load(model.source, plan.model, infos, placement, progress)
     jax.block_until_ready(loaded.tree)
     say(
         f"base: {plans.bytes_by_dtype(infos)} bytes, "
@@ -215,7 +232,10 @@ def _abstract(tree: Any) -> Any:
 def _meta(
     plan: plans.Plan, loaded: weights.Loaded, data: data_load.RunData, schedule_steps: int
 ) -> dict[str, Any]:
-    settings = config.as_flat(plan.config) | {"optim.schedule_steps": schedule_steps}
+    # Without a decay nothing depends on where it would end, and the run may be lengthened.
+    decays = plan.config.optim.schedule != "constant"
+    resolved = {"optim.schedule_steps": schedule_steps if decays else None}
+    settings = config.as_flat(plan.config) | resolved
     return {
         "config": settings,
         "base_fingerprint": loaded.fingerprint,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
-from purelora import errors
+from purelora import errors, lora
 from purelora import tree as trees
 from purelora.models import layers
 
@@ -47,7 +47,7 @@ class LanguageModel(Node):
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
-        parts = nnx.split(self, nnx.LoRAParam, ...)
+        parts: tuple[Any, ...] = nnx.split(self, nnx.LoRAParam, ...)
         adapters, base = parts[1], parts[2]
         inputs = layers.Inputs(tokens_BT, positions_BT, segment_ids_BT)
         return self.apply(nnx.to_pure_dict(adapters), nnx.to_pure_dict(base), inputs)
@@ -56,7 +56,7 @@ class LanguageModel(Node):
 def _node_or_param(name: str, value: Any, spec: Any) -> Node | nnx.Param:
     if isinstance(value, Mapping):
         return Node(value, spec)
-    kind = nnx.LoRAParam if name.startswith("lora_") else nnx.Param
+    kind = nnx.LoRAParam if lora.is_adapter(name) else nnx.Param
     codes_spec = spec.qvalue if isinstance(spec, qwix.QArray) else spec
     # The annotation is metadata here: the arrays are placed already, and no mesh is in scope.
     return kind(value, out_sharding=tuple(codes_spec), eager_sharding=False)
@@ -131,7 +131,7 @@ def split(model: nnx.Module, trainable: Any, base: Any = ...) -> Split:
             "takes adapters and base alike",
             "train adapters alone (nnx.LoRAParam), or a model without adapters",
         )
-    parts = nnx.split(model, trainable, ...)
+    parts: tuple[Any, ...] = nnx.split(model, trainable, ...)
     return Split(parts[0], nnx.to_pure_dict(parts[1]), nnx.to_pure_dict(parts[2]))
 
 

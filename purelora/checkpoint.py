@@ -135,6 +135,9 @@ class Checkpoints:
         with _damaged(path):
             items = ocp.args.Composite(meta=ocp.args.JsonRestore())
             meta: dict[str, Any] = self._orbax.restore(path, args=items)["meta"]
+        if not isinstance(meta.get("config"), dict):
+            what = "is damaged: its meta holds no config"
+            raise errors.CheckpointError(str(path), None, what, "delete the folder")
         return meta
 
     def close(self) -> None:

@@ -4,7 +4,9 @@ import ast
 import contextlib
 import difflib
 import pathlib
+import re
 import runpy
+import signal
 import sys
 import types
 import typing
@@ -16,12 +18,6 @@ import ml_collections
 from purelora import config, errors
 
 USER_ERROR_STATUS = 2
-
-# What a config file, which is the user's code, may raise when it is run.
-_FILE_FAULTS = (
-    ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, SyntaxError,
-    TypeError, ValueError,
-)  # fmt: skip
 
 
 class Arguments(NamedTuple):
@@ -114,10 +110,10 @@ def load_file(path: pathlib.Path) -> dict[str, Any]:
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         result = get_config() if callable(get_config) else None
-    except _FILE_FAULTS as error:
+    except Exception as error:  # The file is the user's own code and may raise anything.
         where = f"{path}{_line_of(error, path)}"
         what = f"{type(error).__name__}: {error}"
-        raise errors.ConfigError(where, None, what, "mend the config file") from error
+        raise errors.ConfigError(where, None, what, "fix the config file") from error
     finally:
         sys.path.remove(parent)
     if not isinstance(result, ml_collections.ConfigDict):
@@ -160,7 +156,7 @@ def _override(raw: dict[str, Any], key: str, text: str) -> errors.Problem | None
 def from_text(text: str, annotation: Any) -> Any:
     """The value that `text` stands for in a key of this type; `text` itself if it is none.
 
-    Words joined by commas are a list where the key takes one: no module name has a comma.
+    Names joined by commas are a list where the key takes one: no name has a comma.
     """
     options = (
         typing.get_args(annotation)
@@ -180,16 +176,19 @@ def from_text(text: str, annotation: Any) -> Any:
     return text
 
 
+_NAMES = re.compile(r"[\w.\-]+(\s*,\s*[\w.\-]+)+")
+
+
 def _list_from_text(text: str, *, is_plain_string_too: bool) -> Any:
+    """`['a', 'b']` or `a,b`; a comma separates only where all the parts are plain names."""
     if text[:1] in ("(", "["):
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(text)
             # ('q_proj') is a string in parentheses to Python; whoever writes it means a list.
             return (value,) if isinstance(value, str) else value
-        return text
-    if is_plain_string_too and "," not in text:
-        return text
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    if _NAMES.fullmatch(text):
+        return tuple(part.strip() for part in text.split(","))
+    return text if is_plain_string_too else (text,) if text else ()
 
 
 def describe(flat: Mapping[str, Any]) -> str:
@@ -207,12 +206,16 @@ def _exit_on_user_error() -> Iterator[None]:
         for problem in error.problems:
             print(f"{kind}: {problem}", file=sys.stderr)
         raise SystemExit(USER_ERROR_STATUS) from None
+    except KeyboardInterrupt:
+        # Before the loop, which handles signals itself, there is nothing to save.
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
     """Runs a command: prints `usage` for --help, and users' errors without a traceback.
 
-    Exits with the status that `main` returns, or 2 for an error that the user can mend.
+    Exits with the status that `main` returns, or 2 for an error that the user can fix.
     """
     argv = sys.argv[1:]
     if not {"-h", "--help"}.isdisjoint(argv):

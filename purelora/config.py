@@ -345,6 +345,8 @@ def _ranges(c: Config) -> list[_Found]:
         found.append(("seed", c.seed, "must be from 0 to 4294967295", ""))
     if not c.workdir:
         found.append(("workdir", c.workdir, "is empty", "name the folder that the run writes to"))
+    if "" in c.sample_prompts:
+        found.append(("sample_prompts", c.sample_prompts, "holds an empty prompt", "remove it"))
     if not c.model.path:
         found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
     found += _skip_problems(c.quant.skip) + _date_problem(c.data.template_date)
@@ -355,7 +357,7 @@ def _skip_problems(skip: Sequence[str]) -> list[_Found]:
     found: list[_Found] = []
     for pattern in skip:
         try:
-            re.compile(pattern)
+            re.compile(f"(?:{pattern})")
         except re.error as error:
             found.append(("quant.skip", pattern, f"is not a regular expression: {error}", ""))
     return found

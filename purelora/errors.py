@@ -4,9 +4,10 @@ The commands print these without a traceback and exit with status 2. Anything el
 is a fault of purelora's own.
 """
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 
@@ -68,6 +69,24 @@ class CheckpointError(UserError):
 
 class DivergedError(UserError):
     """A loss or gradient that is not finite, with nan_policy='abort'."""
+
+
+def first(problems: Sequence[Problem], where: str, limit: int = 20) -> list[Problem]:
+    """The first `limit` of `problems`, and one more that counts the rest."""
+    hidden = len(problems) - limit
+    if hidden <= 0:
+        return list(problems)
+    rest = Problem(where, None, f"has {hidden} more problems", "fix the first ones first")
+    return [*problems[:limit], rest]
+
+
+@contextlib.contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Adds the problems of a ConfigError raised inside to `problems`, and goes on."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.extend(error.problems)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

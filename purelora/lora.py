@@ -94,6 +94,10 @@ def resolve_targets(
       ConfigError: nothing matches, or an entry of a list matches nothing.
     """
     names = [name for module in modules.values() for name in module.names]
+    if exclude_modules == ALL_LINEAR:
+        raise errors.ConfigError(
+            "lora.exclude_modules", exclude_modules, "would leave out everything", _offer(names)
+        )
     problems = [
         *_unmatched("lora.target_modules", target_modules, names),
         *_unmatched("lora.exclude_modules", exclude_modules, names),
@@ -191,6 +195,11 @@ def adapter_infos(modules: Mapping[str, LinearModule], targets: Mapping[str, Tar
             contracting=-2,
         )
     return trees.unflatten(flat)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether the leaf at `path` is part of an adapter."""
+    return path.rpartition(".")[2].startswith("lora_")
 
 
 def expand(adapter: jax.Array, layers: Sequence[int], stack_size: int) -> jax.Array:

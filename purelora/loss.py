@@ -27,8 +27,8 @@ class Tokens(NamedTuple):
 
     x: jax.Array
     adapter_x: jax.Array
-    targets: jax.Array
-    weights: jax.Array
+    targets: Any
+    weights: Any
 
 
 def token_nll(logits_NV: jax.Array, targets_N: jax.Array) -> jax.Array:
@@ -85,9 +85,7 @@ def _split(head: params.Module) -> tuple[params.Module, params.Module]:
 
 def _joined(trained: params.Module, frozen: params.Module) -> params.Module:
     weight = frozen.weight if trained.weight is None else trained.weight
-    return dataclasses.replace(
-        frozen, weight=weight, lora_a=trained.lora_a, lora_b=trained.lora_b
-    )
+    return dataclasses.replace(frozen, weight=weight, lora_a=trained.lora_a, lora_b=trained.lora_b)
 
 
 def _whole(head: params.Module) -> params.Module:

@@ -39,7 +39,7 @@ class Module:
       scaling: factor of the adapter's output, one a layer, or None.
       name: tree path of the module.
       gather: makes a shard of the weight whole.
-      contracting: dimension of the weight that a matmul sums over.
+      contracting: dimension of the weight that a matmul sums over; None for a vector.
       frozen: whether the weight is not trained, so that no gradient of it is formed.
     """
 
@@ -50,7 +50,7 @@ class Module:
     scaling: jax.Array | None
     name: str
     gather: quant.Gather
-    contracting: int
+    contracting: int | None
     frozen: bool
 
 
@@ -82,7 +82,7 @@ def bind(
             **_adapter(path, leaves, infos, targets),
             name=path,
             gather=gathers.get(weight, whole),
-            contracting=infos[weight].contracting or -1 if weight in infos else -1,
+            contracting=infos[weight].contracting if weight in infos else None,
             frozen=weight not in trained,
         )
     return trees.unflatten(modules)

@@ -53,7 +53,7 @@ class Plan:
     def gathers(self) -> dict[str, specs.Gather]:
         """How the model makes its sharded weights whole; adapters are gathered by the step."""
         weights = {**specs.gathers(self.base_specs), **specs.gathers(self.trainable_specs)}
-        return {path: g for path, g in weights.items() if not specs.is_adapter(path)}
+        return {path: g for path, g in weights.items() if not lora.is_adapter(path)}
 
     @property
     def execution(self) -> causal_lm.Execution:
@@ -112,27 +112,42 @@ def make(
       ConfigError, ModelError: targets that match nothing, tiles or meshes that do not divide, an
         unknown architecture.
     """
-    mesh = specs.make_mesh(settings.mesh.data, settings.mesh.fsdp, devices)
     model = causal_lm.from_hf(hf_config, where, dtype=settings.model.weights_dtype)
-    _check_rows(settings, mesh)
+    problems: list[errors.Problem] = []
+    with errors.collected(problems):
+        mesh = specs.make_mesh(settings.mesh.data, settings.mesh.fsdp, devices)
+        _check_rows(settings, mesh)
+    with errors.collected(problems):
+        model = model.with_targets(_targets(settings, model))
+    with errors.collected(problems):
+        _check_quantised(settings.quant, model)
+    if problems:
+        raise errors.ConfigError.of(problems)
     if not settings.lora.enabled:
         return _checked(Plan(settings, model, mesh, {}, model.infos))
-    wanted = settings.lora
-    targets = lora.resolve_targets(
-        model.modules,
-        r=wanted.r,
-        lora_alpha=wanted.lora_alpha,
-        target_modules=wanted.target_modules,
-        exclude_modules=wanted.exclude_modules,
-    )
-    model = model.with_targets(targets)
     q = settings.quant
-    if q.tile_size is not None:
-        specs.check_tiles(model.infos, q.tile_size, q.skip)
-    if q.qtype != "none":
-        quant.check_skip([p for p, leaf in model.flat_infos.items() if leaf.is_matrix], q.skip)
     base = quant.quantised_infos(model.infos, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
     return _checked(Plan(settings, model, mesh, base, model.adapter_infos()))
+
+
+def _targets(settings: config.Config, model: causal_lm.CausalLM) -> dict[str, lora.Target]:
+    if not settings.lora.enabled:
+        return {}
+    return lora.resolve_targets(
+        model.modules,
+        r=settings.lora.r,
+        lora_alpha=settings.lora.lora_alpha,
+        target_modules=settings.lora.target_modules,
+        exclude_modules=settings.lora.exclude_modules,
+    )
+
+
+def _check_quantised(q: config.QuantConfig, model: causal_lm.CausalLM) -> None:
+    if q.qtype == "none":
+        return
+    quant.check_skip([p for p, leaf in model.flat_infos.items() if leaf.is_matrix], q.skip)
+    if q.tile_size is not None:
+        specs.check_tiles(model.infos, q.tile_size, q.skip)
 
 
 def _checked(plan: Plan) -> Plan:
@@ -155,7 +170,7 @@ def _check_rows(settings: config.Config, mesh: Mesh) -> None:
 
 
 def table(plan: Plan) -> str:
-    """Every array: path, shape, dtype, spec and bytes on one device; totals by dtype."""
+    """The mesh; every array with path, shape, dtype, spec and bytes on one device; the totals."""
     rows = [("path", "shape", "dtype", "spec", "bytes/device", "trained")]
     infos = {**trees.flatten(plan.base_infos), **trees.flatten(plan.trainable_infos)}
     placed = {**trees.flatten(plan.base_specs), **trees.flatten(plan.trainable_specs)}
@@ -171,7 +186,13 @@ def table(plan: Plan) -> str:
         "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return "\n".join(lines)
+    axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
+    totals = [
+        f"{name}: {bytes_by_dtype(tree)} bytes in all"
+        for name, tree in (("base", plan.base_infos), ("trained", plan.trainable_infos))
+        if tree
+    ]
+    return "\n".join([f"mesh: {axes}", *lines, *totals])
 
 
 def bytes_by_dtype(infos: trees.Tree) -> str:

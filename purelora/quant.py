@@ -42,21 +42,19 @@ def is_skipped(path: str, skip: Sequence[str]) -> bool:
 
 
 def check_skip(paths: Sequence[str], skip: Sequence[str]) -> None:
-    """Raises ConfigError for a pattern of `quant.skip` that is no regex or names no weight.
+    """Raises ConfigError for a pattern of `quant.skip` that names no weight.
 
     `lm_head` may always be named: a tied model has none of its own.
     """
-    problems = []
-    for pattern in skip:
-        try:
-            known = any(is_skipped(path, [pattern]) for path in [*paths, "lm_head.weight"])
-            what = "names no weight of this model"
-        except re.error as error:
-            known, what = False, f"is not a regular expression: {error}"
-        if not known:
-            names = dict.fromkeys(path.split(".")[-2] for path in paths)
-            remedy = f"it has {', '.join(names)}"
-            problems.append(errors.Problem("quant.skip", pattern, what, remedy))
+    known = [*paths, "lm_head.weight"]
+    names = dict.fromkeys(path.split(".")[-2] for path in paths)
+    problems = [
+        errors.Problem(
+            "quant.skip", pattern, "names no weight of this model", f"it has {', '.join(names)}"
+        )
+        for pattern in skip
+        if not any(is_skipped(path, [pattern]) for path in known)
+    ]
     if problems:
         raise errors.ConfigError.of(problems)
 

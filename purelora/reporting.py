@@ -1,17 +1,16 @@
-"""What happens beside the steps: records, progress, evaluation, samples and saving."""
+"""What a run tells of itself while it goes: records in its folder, progress on the terminal."""
 
 import contextlib
 import json
+import os
 import pathlib
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from purelora import config, errors, generate, metrics, setup, signals, state, step
-from purelora.io import tokenizer as tokenizers
+from purelora import assembly, config, errors, metrics, state, step
 
 
 class _Values(NamedTuple):
@@ -32,108 +31,60 @@ class _Pending(NamedTuple):
     metrics: step.Metrics
 
 
+def say(text: str) -> None:
+    """Prints a line before the loop."""
+    print(text, flush=True)
+
+
+def check_workdir(settings: config.Config) -> None:
+    """Raises ConfigError, before anything slow begins, if the run could not write to its folder."""
+    workdir = pathlib.Path(settings.workdir)
+    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
+    problem = None
+    if not existing.is_dir():
+        problem = f"{existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written to"
+    elif (workdir / "metrics.jsonl").exists() and not (workdir / "metrics.jsonl").is_file():
+        problem = "its metrics.jsonl is not a file"
+    elif (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
+        problem = "its checkpoints is not a folder"
+    if problem:
+        raise errors.ConfigError("workdir", settings.workdir, problem, "choose another folder")
+
+
 class Reporter:
     """Writes the run's records and shows its progress; holds no part of the training state."""
 
-    def __init__(self, settings: config.Config):
-        self._settings = settings
-        self._workdir = pathlib.Path(settings.workdir)
-        self._started = time.perf_counter()
-        self._last = self._started
-        self._pending: _Pending | None = None
-        self._throughput = metrics.Throughput()
-        self._skipped = 0
-
-    def say(self, text: str) -> None:
-        """Prints a line before the loop."""
-        print(text, flush=True)
-
-    @contextlib.contextmanager
-    def opened(self, run: setup.Run, start: state.TrainState) -> Iterator[None]:
-        """Opens metrics.jsonl and the progress bar for the time of the loop."""
+    def __init__(self, run: assembly.Run, start: state.TrainState):
         first = int(start.step)
-        self._skipped = first - int(start.updates)
-        self._flops_per_token = run.plan.flops_per_token
-        self._prepare_workdir()
-        self._log = metrics.MetricsLog(self._workdir / "metrics.jsonl")
-        self._log.truncate_after(first if first else -1)
+        self._run = run
+        self._workdir = pathlib.Path(run.settings.workdir)
+        self._log = _open_log(self._workdir, run.settings, first)
         self._progress = metrics.Progress(
             run.total_steps,
             done_steps=first,
-            log_steps=self._settings.log_steps,
+            log_steps=run.settings.log_steps,
             peak_flops_per_sec=metrics.peak_flops_per_sec(run.plan.device_kinds),
         )
+        self._skipped = first - int(start.updates)
+        self._throughput = metrics.Throughput()
+        self._pending: _Pending | None = None
+        self._started = self._last = time.perf_counter()
         name = "resume" if first else "start"
-        self._event(first, name, f"{run.total_steps} steps in all")
-        self._last = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._progress.close()
-            self._log.close()
+        self.event(first, name, f"{run.total_steps} steps in all")
 
     def after_step(self, number: int, batch: step.Batch, result: step.Metrics) -> None:
         """Records the step before this one, so that the host never waits for the present one."""
-        self._flush()
+        self.flush()
         self._pending = _Pending(number, int((np.asarray(batch.segment_ids) > 0).sum()), result)
 
-    def evaluate(self, run: setup.Run, current: state.TrainState, stop: signals.Stop) -> None:
-        """The mean loss over all eval batches, by sums; given up when a signal asks to stop."""
-        evaluation = run.data.evaluation
-        if evaluation is None:
-            return
-        self._flush()
-        start = time.perf_counter()
-        sums = []
-        for index in range(evaluation.steps_per_epoch):
-            if stop.requested:
-                return
-            batch = run.place(evaluation.batch(index))
-            sums.append(run.eval_step(current.trainable, run.base, batch))
-        loss_sum, weight_sum = (float(np.sum([np.asarray(s[i]) for s in sums])) for i in (0, 1))
-        number, secs = int(current.step), time.perf_counter() - start
-        loss = loss_sum / weight_sum
-        self._log.write(
-            metrics.EvalRecord(
-                step=number, loss=loss, trained_tokens=int(weight_sum), eval_secs=secs
-            )
-        )
-        self._progress.write(f"eval at step {number}: loss {loss:.4f}")
-        self._last = time.perf_counter()
+    def flush(self) -> None:
+        """Waits for the pending step and records it.
 
-    def sample(self, run: setup.Run, current: state.TrainState) -> None:
-        """Greedy continuations of `sample_prompts`."""
-        prompts = self._settings.sample_prompts
-        if not prompts:
-            return
-        self._flush()
-        tokenizer = run.model.tokenizer
-        answers = generate.greedy(
-            run.plan.model,
-            current.trainable,
-            run.base,
-            [_prompt_ids(prompt, run, tokenizer) for prompt in prompts],
-            end_ids=tokenizer.eos_ids,
-            max_new_tokens=self._settings.sample_tokens,
-            dtype=jnp.dtype(self._settings.dtype),
-        )
-        number = int(current.step)
-        for prompt, ids in zip(prompts, answers, strict=True):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            self._log.write(metrics.SampleRecord(step=number, prompt=prompt, text=text))
-            self._progress.write(f"sample at step {number}: {prompt}\n  {text}")
-        self._last = time.perf_counter()
-
-    def save(self, run: setup.Run, current: state.TrainState) -> None:
-        """Saves a checkpoint of the state."""
-        self._flush()
-        number = int(current.step)
-        run.checkpoints.save(number, current, run.meta)
-        self._event(number, "save", str(self._workdir / "checkpoints" / str(number)))
-        self._last = time.perf_counter()
-
-    def _flush(self) -> None:
-        """Waits for the pending step and records it."""
+        Raises:
+          DivergedError: it was not finite, and `nan_policy` is "abort".
+        """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -142,18 +93,44 @@ class Reporter:
         secs, self._last = now - self._last, now
         self._skipped += int(not values.applied)
         record = self._record(pending, values, secs)
-        if pending.step % self._settings.log_steps == 0 or not values.applied:
+        is_last = pending.step == self._run.total_steps
+        if is_last or pending.step % self._run.settings.log_steps == 0 or not values.applied:
             self._log.write(record)
         self._progress.update(record)
         if not values.applied:
             self._report_skip(pending.step, values)
 
+    def evaluated(self, record: metrics.EvalRecord | None) -> None:
+        """Records an evaluation, if there was one."""
+        if record is not None:
+            self._log.write(record)
+            self._progress.write(f"eval at step {record.step}: loss {record.loss:.4f}")
+        self._last = time.perf_counter()
+
+    def sampled(self, records: list[metrics.SampleRecord]) -> None:
+        """Records samples."""
+        for record in records:
+            self._log.write(record)
+            self._progress.write(f"sample at step {record.step}: {record.prompt}\n  {record.text}")
+        self._last = time.perf_counter()
+
+    def event(self, number: int, name: str, detail: str) -> None:
+        """Records anything else."""
+        self._log.write(metrics.EventRecord(step=number, name=name, detail=detail))
+        self._progress.write(f"{name} at step {number}: {detail}")
+        self._last = time.perf_counter()
+
+    def close(self) -> None:
+        """Closes the log and leaves the progress as it stands."""
+        self._progress.close()
+        self._log.close()
+
     def _record(self, pending: _Pending, values: _Values, secs: float) -> metrics.TrainRecord:
-        trained = int(values.weight_sum)
+        trained = int(values.weight_sum) if np.isfinite(values.weight_sum) else 0
         rates = self._throughput.add(
             tokens=pending.tokens,
             trained_tokens=trained,
-            flops=pending.tokens * self._flops_per_token,
+            flops=pending.tokens * self._run.plan.flops_per_token,
             secs=secs,
         )
         return metrics.TrainRecord(
@@ -174,46 +151,51 @@ class Reporter:
     def _report_skip(self, number: int, values: _Values) -> None:
         """Says why an update was not made; ends the run where that is the policy."""
         if not values.weight_sum:
-            self._event(number, "skip", "no token of the batch has weight")
+            self.event(number, "skip", "no token of the batch has weight")
             return
         detail = f"loss sum {values.loss_sum}, gradient norm {values.grad_norm}"
-        self._event(number, "skip", f"not finite: {detail}")
-        if self._settings.nan_policy == "abort":
+        self.event(number, "skip", f"not finite: {detail}")
+        if self._run.settings.nan_policy == "abort":
+            saved = self._run.checkpoints.steps()
+            last = f"the same command continues from step {saved[-1]}" if saved else (
+                "no checkpoint was saved: set checkpoint.save_steps"
+            )  # fmt: skip
             raise errors.DivergedError(
                 f"step {number}",
                 None,
                 f"is not finite: {detail}",
                 "lower optim.learning_rate, or set nan_policy='skip' to leave such batches out; "
-                "the last checkpoint is from before this step",
+                + last,
             )
 
-    def _event(self, number: int, name: str, detail: str) -> None:
-        self._log.write(metrics.EventRecord(step=number, name=name, detail=detail))
-        self._progress.write(f"{name} at step {number}: {detail}")
 
-    def _prepare_workdir(self) -> None:
-        """Makes the folder and writes the resolved configuration into it."""
-        try:
-            self._workdir.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(config.as_flat(self._settings), indent=1)
-            (self._workdir / "config.json").write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise errors.ConfigError(
-                "workdir",
-                str(self._workdir),
-                f"cannot be written: {error}",
-                "choose another folder",
-            ) from error
+@contextlib.contextmanager
+def reporting(run: assembly.Run, start: state.TrainState) -> Iterator[Reporter]:
+    """A Reporter for the time of the loop."""
+    reporter = Reporter(run, start)
+    try:
+        yield reporter
+    finally:
+        reporter.close()
 
 
-def _prompt_ids(prompt: str, run: setup.Run, tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A prompt as the user's turn of a chat, or as it is where there is no template."""
-    if run.data.template is None or run.settings.task == "pretrain":
-        return list(tokenizer.encode(prompt, add_special_tokens=True).ids)
-    text = run.data.template.render(
-        [{"role": "user", "content": prompt}],
-        tools=None,
-        add_generation_prompt=True,
-        where="sample_prompts",
-    )
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+def _open_log(workdir: pathlib.Path, settings: config.Config, first: int) -> metrics.MetricsLog:
+    """The run's metrics.jsonl, with its records up to step `first`; also writes config.json.
+
+    The records of an earlier run that left no checkpoint are kept as metrics.jsonl.old.
+    """
+    path = workdir / "metrics.jsonl"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config.as_flat(settings), indent=1)
+        (workdir / "config.json").write_text(text + "\n", encoding="utf-8")
+        if not first and path.exists():
+            path.replace(path.with_name("metrics.jsonl.old"))
+        log = metrics.MetricsLog(path)
+    except OSError as error:
+        raise errors.ConfigError(
+            "workdir", settings.workdir, f"cannot be written: {error}", "choose another folder"
+        ) from error
+    if first:
+        log.truncate_after(first)
+    return log

@@ -17,7 +17,7 @@ import qwix
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora import errors, info, quant
+from purelora import errors, info, lora, quant
 from purelora import tree as trees
 
 DATA, FSDP = "data", "fsdp"
@@ -72,7 +72,8 @@ def spec_tree(infos: trees.Tree, mesh: Mesh, rules: Rules = RULES) -> trees.Tree
         else:
             flat[path] = _spec(path, leaf, mesh, rules, problems)
     if problems:
-        raise errors.ConfigError.of(problems)
+        # Codes and scales of one weight have the same problem.
+        raise errors.ConfigError.of(dict.fromkeys(problems))
     return trees.unflatten(flat)
 
 
@@ -224,11 +225,6 @@ class GradientPath:
         return jax.lax.psum(gradient, self.cast) if self.cast else gradient
 
 
-def is_adapter(path: str) -> bool:
-    """Whether the leaf at `path` is part of an adapter."""
-    return path.rpartition(".")[2].startswith("lora_")
-
-
 def gradient_paths(specs: trees.Tree) -> trees.Tree:
     """A GradientPath for each trained leaf; those called `lora_*` are gathered before the loops."""
 
@@ -236,7 +232,7 @@ def gradient_paths(specs: trees.Tree) -> trees.Tree:
         sharded = _sharded_dims(spec)
         used = {axis for _, axis in sharded}
         cast = tuple(axis for axis in BATCH_AXES if axis not in used)
-        return GradientPath(cast, sharded if is_adapter(path) else ())
+        return GradientPath(cast, sharded if lora.is_adapter(path) else ())
 
     return trees.unflatten({p: path_of(p, s) for p, s in trees.flatten(specs).items()})
 

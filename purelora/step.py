@@ -1,7 +1,7 @@
 """The train step and the eval step, as pure functions compiled once.
 
     jit  ─ shard_map ─ scan over micro-batches ─ value_and_grad(forward)   sums of loss and grads
-         │           └ one psum of everything
+         │           └ one reduction per leaf
          └ optax update, kept only if the batch was good
 
 `forward` is an argument: this module knows no model. Losses and gradients travel as sums beside the
@@ -86,6 +86,20 @@ class Layout:
     state: Any
 
 
+class Sums(NamedTuple):
+    """Sums over all tokens of a global batch, to be divided by `weight` once.
+
+    Attributes:
+      loss: weighted token losses, float32.
+      weight: token weights, float32.
+      grads: gradients of `loss` by the trained leaves.
+    """
+
+    loss: Any
+    weight: Any
+    grads: trees.Tree
+
+
 def make_train_step(
     forward: Forward,
     tx: optax.GradientTransformation,
@@ -97,15 +111,14 @@ def make_train_step(
         _local_sums(forward, specs.gradient_paths(layout.trainable)),
         layout.mesh,
         in_specs=(layout.trainable, layout.base, specs.BATCH_SPEC, P()),
-        out_specs=(P(), P(), layout.trainable),
+        out_specs=Sums(P(), P(), layout.trainable),
     )
 
     def train_step(
         old: state.TrainState, base: trees.Tree, batch: Batch
     ) -> tuple[state.TrainState, Metrics]:
         key = jax.random.fold_in(old.key, old.step)
-        loss_sum, weight_sum, grads = sums(old.trainable, base, batch, key)
-        return update(old, loss_sum, weight_sum, grads, tx, schedule)
+        return update(old, sums(old.trainable, base, batch, key), tx=tx, schedule=schedule)
 
     placed = specs.shardings((layout.state, layout.base, specs.BATCH_SPEC), layout.mesh)
     out = (placed[0], specs.replicated(layout.mesh))
@@ -114,9 +127,8 @@ def make_train_step(
 
 def update(
     old: state.TrainState,
-    loss_sum: jax.Array,
-    weight_sum: jax.Array,
-    grad_sums: trees.Tree,
+    sums: Sums,
+    *,
     tx: optax.GradientTransformation,
     schedule: optim.Schedule,
 ) -> tuple[state.TrainState, Metrics]:
@@ -125,9 +137,10 @@ def update(
     A batch that is empty or not finite changes nothing but `step`. The choice is made inside the
     compiled step, so the state that comes out is always a good one.
     """
-    grads = jax.tree.map(lambda g: g / jnp.maximum(weight_sum, 1e-9).astype(g.dtype), grad_sums)
+    weight = jnp.maximum(sums.weight, 1e-9)
+    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), sums.grads)
     grad_norm = optax.tree_utils.tree_norm(grads)
-    good = (weight_sum > 0) & jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
+    good = (sums.weight > 0) & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
     rate = schedule(old.step)
 
     # optax mixes dtypes (its counters are int32), so strict promotion does not hold inside it.
@@ -141,7 +154,8 @@ def update(
     )
     applied = good.astype(jnp.int32)
     new = state.TrainState(trainable, opt_state, old.step + 1, old.updates + applied, old.key)
-    return new, Metrics(loss_sum, weight_sum, grad_norm, rate, applied.astype(jnp.float32))
+    metrics = Metrics(sums.loss, sums.weight, grad_norm, rate, applied.astype(jnp.float32))
+    return new, metrics
 
 
 def make_eval_step(
@@ -153,14 +167,13 @@ def make_eval_step(
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
 
-        def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        def micro(total: jax.Array, xs: tuple[jax.Array, Batch]) -> tuple[jax.Array, None]:
             index, rows = xs
-            loss = forward(entered, base, rows, key=None, rows_B=_row_numbers(index, rows))
-            return jax.tree.map(jnp.add, carry, (loss, rows.weights.sum())), None
+            numbers = _row_numbers(index, rows)
+            return total + forward(entered, base, rows, key=None, rows_B=numbers), None
 
-        zeros = specs.varying((jnp.float32(0), jnp.float32(0)))
-        total, _ = jax.lax.scan(micro, zeros, _numbered(batch))
-        return specs.psum(total)
+        total, _ = jax.lax.scan(micro, specs.varying(jnp.float32(0)), _numbered(batch))
+        return specs.psum(total), specs.psum(batch.weights.sum())
 
     in_specs = (layout.trainable, layout.base, specs.BATCH_SPEC)
     sharded = specs.shard_step(local, layout.mesh, in_specs=in_specs, out_specs=(P(), P()))
@@ -171,29 +184,28 @@ def make_eval_step(
     )
 
 
-def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Any]:
-    """Loss, weight and gradient sums over all micro-batches and devices, on this device's shards.
+def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
+    """Sums over all micro-batches and devices, computed on this device's shards.
 
-    The gradients are local in the loop and reduced once after it: see `specs.GradientPath`.
+    The gradients are local in the loop and reduced once after it: see `specs.GradientPath`. The
+    sum of weights is known before the loop, where losses that are not token sums will need it.
     """
 
-    def local(
-        trainable: trees.Tree, base: trees.Tree, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, trees.Tree]:
+    def local(trainable: trees.Tree, base: trees.Tree, batch: Batch, key: jax.Array) -> Sums:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
+        weight = specs.psum(batch.weights.sum())
 
         def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, rows = xs
-            loss, grads = jax.value_and_grad(forward)(
+            loss_and_grads = jax.value_and_grad(forward)(
                 entered, base, rows, key=key, rows_B=_row_numbers(index, rows)
             )
-            return jax.tree.map(jnp.add, carry, (loss, rows.weights.sum(), grads)), None
+            return jax.tree.map(jnp.add, carry, loss_and_grads), None
 
-        scalars = specs.varying((jnp.float32(0), jnp.float32(0)))
-        zeros = jax.tree.map(jnp.zeros_like, entered)
-        (loss, weight, grads), _ = jax.lax.scan(micro, (*scalars, zeros), _numbered(batch))
+        zeros = (specs.varying(jnp.float32(0)), jax.tree.map(jnp.zeros_like, entered))
+        (loss, grads), _ = jax.lax.scan(micro, zeros, _numbered(batch))
         grads = trees.map_leaves(lambda path, grad: path.leave(grad), paths, grads)
-        return specs.psum(loss), specs.psum(weight), grads
+        return Sums(specs.psum(loss), weight, grads)
 
     return local
 

@@ -32,6 +32,9 @@ def parsed(*arguments: str):
         ("lora.target_modules=('q_proj')", ("q_proj",)),
         (r"lora.target_modules=.*\.(q|v)_proj", r".*\.(q|v)_proj"),
         ("quant.skip=()", ()),
+        ("quant.skip=(mlp|embed_tokens)", ("(mlp|embed_tokens)",)),
+        ("sample_prompts=Hello, who are you?", ("Hello, who are you?",)),
+        (r"lora.target_modules=.*layers\.\d{1,2}\..*q_proj", r".*layers\.\d{1,2}\..*q_proj"),
         ("sample_prompts=['one, two']", ("one, two",)),
     ],
 )
@@ -89,6 +92,7 @@ def test_all_problems_are_reported_at_once():
     [
         ("", r"has no get_config"),
         ("def get_config(:", r"conf\.py:1.*SyntaxError"),
+        ("raise RuntimeError('x')", r"conf\.py:1: RuntimeError"),
         ("import nonsuch", r"conf\.py:1.*nonsuch"),
         ("\ndef get_config():\n  return 1 / 0", r"conf\.py:3: ZeroDivisionError"),
         ("def get_config():\n  return {}", r"has no get_config\(\) that returns a ConfigDict"),

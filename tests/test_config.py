@@ -218,8 +218,8 @@ def test_nearest(name, known, remedy):
 
 
 def test_errors_of_one_and_of_many_problems():
-    one = errors.DataError("a.jsonl:7", {"x": 1}, "is wrong", "mend it")
-    assert str(one) == "a.jsonl:7 = {'x': 1}: is wrong; mend it"
+    one = errors.DataError("a.jsonl:7", {"x": 1}, "is wrong", "fix it")
+    assert str(one) == "a.jsonl:7 = {'x': 1}: is wrong; fix it"
     two = errors.ModelError.of([one.problems[0], errors.Problem("b", None, "is missing", "")])
     assert str(two) == f"{one}\nb: is missing"
     assert isinstance(two, errors.UserError) and len(two.problems) == 2

@@ -315,6 +315,8 @@ def test_missing_field_is_named(field):
         ({"num_hidden_layers": True}, "num_hidden_layers = True: is not a size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide .*= 4"),
         ({"head_dim": 7}, "head_dim = 7: is odd"),
+        ({"sliding_window": 4096}, "sliding_window = 4096: is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': is not supported"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': is neither true nor"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps = -1e-05: is not a number > 0"),

@@ -74,6 +74,7 @@ def test_targets(targets, exclude, expected):
         ("(", (), r"target_modules = '\(': is not a regular expression"),
         (["q_proj"], ["k_pro"], r"exclude_modules = 'k_pro': matches no linear module"),
         (["q_proj"], r".*[qk]_proj", r"matches no linear module that is not excluded"),
+        (["q_proj"], "all-linear", r"exclude_modules = 'all-linear': would leave out everything"),
     ],
 )
 def test_targets_that_match_nothing(targets, exclude, message):
@@ -222,6 +223,24 @@ def test_compact_adapters_are_a_full_stack_with_zeros_elsewhere():
     chex.assert_trees_all_close(grads, picked, rtol=0, atol=1e-6)
     assert all(np.abs(g).max() > 1e-4 for g in jax.tree.leaves(grads))
     assert np.abs(got - tiny.model().logits({}, base, inputs)).max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_delta_has_the_gradient_of_its_formula(dtype):
+    """The gradients that are written out are autodiff's own; adapters get theirs in float32."""
+    rng = np.random.default_rng(0)
+    x, a, b, g = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((2, 5, 16), (16, 4), (4, 8), (2, 5, 8))
+    )
+    out, pull = jax.vjp(lambda *p: lora.delta(*p, jnp.float32(0.5)), x.astype(dtype), a, b)
+    want, plain_pull = jax.vjp(lambda x, a, b: 0.5 * (x @ a @ b), x, a, b)
+    grads, plain_grads = pull(g.astype(dtype)), plain_pull(g)
+    assert [v.dtype for v in (out, *grads)] == [dtype, dtype, jnp.float32, jnp.float32]
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.03
+    for got, exact in zip((out, *grads), (want, *plain_grads), strict=True):
+        error = np.abs(got.astype(jnp.float32) - exact).max()
+        assert error <= tolerance * np.abs(exact).max()
 
 
 def test_delta_computes_in_the_dtype_of_x():

@@ -160,6 +160,18 @@ def test_frozen_dot_and_its_gradient(name, kind, dtype):
         np.testing.assert_allclose(a.astype(jnp.float32) / size, b / size, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("tile", [None, 8])
+def test_frozen_dot_in_another_dtype(tile):
+    """The head's logits are float32 whatever its input; the input's gradient keeps its dtype."""
+    weight = quant.quantise(random("table"), layout("table", tile))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 32)), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x: quant.frozen_dot(x, weight, quant_whole, -1, jnp.float32), x)
+    exact = x.astype(jnp.float32) @ quant.dequantise(weight).T
+    assert (y.dtype, pull(y)[0].dtype) == (jnp.float32, jnp.bfloat16)
+    tolerance = 1e-6 if tile is None else 0.01  # A tiled weight is rounded to the dtype of x.
+    np.testing.assert_allclose(y, exact, rtol=0, atol=tolerance * np.abs(exact).max())
+
+
 def quant_whole(weight):
     return weight
 

@@ -1,6 +1,8 @@
 """The main command end to end on the tiny built-in model: what a user meets."""
 
+import dataclasses
 import json
+import os
 import pathlib
 import re
 import signal
@@ -13,11 +15,14 @@ import jax
 import numpy as np
 import pytest
 
-from purelora import assembly, cli, errors, reporting, signals, train
+from purelora import assembly, cli, errors, evaluation, reporting, signals, train
+from purelora.models import causal_lm
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
 # Eight virtual devices: the rows of a micro-batch must split over them.
+# Subprocesses see one device, as a user does.
+ENV = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 BASE = ("--config.accum_steps=1", "--config.max_length=64", "--config.data.eval_fraction=0.01")
 
 
@@ -30,14 +35,16 @@ def records(workdir: pathlib.Path, kind: str) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
+def built(workdir: pathlib.Path, *arguments: str):
+    """A run that is ready to go, and its state."""
+    settings = cli.parse([TINY, f"--config.workdir={workdir}", *BASE, *arguments], flags=()).config
+    model, plan = assembly.open_and_plan(settings, str)
+    return assembly.build(model, plan, str)
+
+
 def saved_state(workdir: pathlib.Path, *arguments: str):
     """The state in a run's newest checkpoint, through the same path as a resumed run."""
-    settings = cli.parse(
-        [TINY, f"--config.workdir={workdir}", *BASE, "--config.checkpoint.resume=must", *arguments],
-        flags=(),
-    ).config
-    model, plan = assembly.open_and_plan(settings, lambda text: None)
-    return assembly.build(model, plan, lambda text: None)[1]
+    return built(workdir, "--config.checkpoint.resume=must", *arguments)[1]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,8 @@ def test_a_run_learns_and_records_every_step_once(finished):
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("--config.lora.lora_dropout=0.3",), ("--config.epochs=None",)]
+    "extra",
+    [(), ("--config.lora.lora_dropout=0.3",), ("--config.accum_steps=2", "--config.batch_size=16")],
 )
 def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, extra):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -94,6 +102,7 @@ def test_a_complete_run_says_so_and_changes_nothing(finished, capsys):
         (("--config.lora.r=8",), r"lora\.r = 8: was 4"),
         (("--config.seed=1",), r"seed = 1: was 0"),
         (("--config.steps=20",), r"optim\.schedule_steps = 20: was 10"),
+        (("--config.data.eval_fraction=0.02",), r"data\.eval_fraction"),
         (("--config.data.packing=False",), r"data\.packing"),
         (("--config.checkpoint.resume=never",), r"holds a run with a checkpoint at step 10"),
     ],
@@ -179,16 +188,15 @@ class _PoisonedRun:
 
 @pytest.mark.parametrize("policy", ["abort", "skip"])
 def test_a_batch_that_is_not_finite(tmp_path, policy):
-    settings = cli.parse(
-        [TINY, f"--config.workdir={tmp_path}", *BASE, "--config.steps=5",
-         "--config.data.eval_fraction=0", f"--config.nan_policy={policy}"],
-        flags=(),
-    ).config  # fmt: skip
-    reporter = reporting.Reporter(settings)
-    run_, start = assembly.build(*assembly.open_and_plan(settings, str), str)
-    with signals.catch() as stop, reporter.opened(run_, start):
+    run_, start = built(
+        tmp_path,
+        "--config.steps=5",
+        "--config.data.eval_fraction=0",
+        f"--config.nan_policy={policy}",
+    )
+    with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
         if policy == "abort":
-            with pytest.raises(errors.DivergedError, match="step 3: is not finite"):
+            with pytest.raises(errors.DivergedError, match="step 3: is not finite.*no checkpoint"):
                 train.train(_PoisonedRun(run_), start, reporter, stop)
             return
         final = train.train(_PoisonedRun(run_), start, reporter, stop)
@@ -207,7 +215,7 @@ def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, signum):
                  "--config.optim.schedule_steps=100", "--config.data.eval_fraction=0"]  # fmt: skip
     command = [sys.executable, "-m", "purelora.train", *arguments]
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV
     ) as p:
         deadline = time.monotonic() + 120
         while not (tmp_path / "metrics.jsonl").exists() or not records(tmp_path, "train"):
@@ -220,18 +228,33 @@ def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, signum):
     done = records(tmp_path, "train")[-1]["step"]
     assert (tmp_path / "checkpoints" / str(done)).is_dir()
     more = [a for a in arguments if "config.steps" not in a] + [f"--config.steps={done + 2}"]
-    assert subprocess.run([*command[:3], *more], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([*command[:3], *more], capture_output=True, check=False, env=ENV).returncode
+        == 0
+    )
     assert [r["step"] for r in records(tmp_path, "train")] == list(range(1, done + 3))
 
 
-def test_one_compilation_for_a_whole_run(tmp_path):
-    """The step is compiled ahead for one shape; another shape is refused instead of recompiled."""
-    settings = cli.parse([TINY, f"--config.workdir={tmp_path}", *BASE], flags=()).config
-    run_, start = assembly.build(*assembly.open_and_plan(settings, str), str)
+def test_one_compilation_for_a_whole_run(tmp_path, monkeypatch):
+    """Train step, eval step and sampler are each traced once; another shape is refused."""
+    make = causal_lm.make_forward
+    traced = []
+
+    def counted(*arguments):
+        forward = make(*arguments)
+        traced.append(chex.assert_max_traces(n=1)(forward))
+        return traced[-1]
+
+    monkeypatch.setattr(causal_lm, "make_forward", counted)
+    chex.clear_trace_counter()
+    run_, start = built(tmp_path, "--config.steps=3", "--config.eval_steps=1")
+    with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
+        final = train.train(run_, start, reporter, stop)
+    assert len(traced) == 2
     batch = run_.data.train.batch(0)
     shorter = type(batch)(*(np.ascontiguousarray(a[..., :32]) for a in batch))
     with pytest.raises(TypeError, match="compiled"):
-        run_.train_step(start, run_.base, run_.place(shorter))
+        run_.train_step(final, run_.base, run_.place(shorter))
 
 
 def test_a_second_start_reads_the_persistent_cache(tmp_path):
@@ -241,7 +264,9 @@ def test_a_second_start_reads_the_persistent_cache(tmp_path):
             sys.executable, "-m", "purelora.train", TINY, f"--config.workdir={tmp_path / name}",
             f"--config.compile_cache={tmp_path / 'cache'}", "--config.steps=1",
         ]  # fmt: skip
-        said.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        said.append(
+            subprocess.run(command, capture_output=True, text=True, check=True, env=ENV).stdout
+        )
     assert re.search(r"train step compiled in [\d.]+ s \(compiled\)", said[0])
     assert re.search(r"train step compiled in [\d.]+ s \(cache hit\)", said[1])
 
@@ -259,6 +284,19 @@ def test_a_second_start_reads_the_persistent_cache(tmp_path):
         (("--config.quant.skip=embd",), errors.ConfigError, "quant.skip"),
         (("--config.mesh.fsdp=3",), errors.ConfigError, "8 devices"),
         (("--config.batch_size=12",), errors.ConfigError, "use 16"),
+        (("--config.quant.skip=['(?i)EMBED']",), errors.ConfigError, "regular expression"),
+        (("--config.lora.exclude_modules=all-linear",), errors.ConfigError, "leave out everything"),
+        (
+            ("--config.data.eval=wordnet-defs", "--config.data.eval_fraction=0"),
+            errors.DataError,
+            "data.eval",
+        ),
+        (
+            ("--config.steps=None", "--config.epochs=1", "--config.optim.warmup_steps=9999"),
+            errors.ConfigError,
+            "warmup_steps = 9999",
+        ),
+        (("--config.sample_prompts=['']",), errors.ConfigError, "empty prompt"),
         (("--config.data.eval_fraction=0.00001",), errors.ConfigError, "eval_fraction"),
         (("--config.max_length=2", "--config.data.too_long=drop"), errors.DataError, "none"),
     ],
@@ -269,8 +307,47 @@ def test_what_does_not_fit_the_model_or_data_is_a_clear_error(tmp_path, argument
     assert not (tmp_path / "run").exists()
 
 
-def test_a_workdir_that_cannot_be_written(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(errors.ConfigError, match="workdir"):
-        run(blocked / "run")
+def test_problems_of_mesh_targets_and_tiles_come_together(tmp_path):
+    with pytest.raises(errors.ConfigError) as caught:
+        run(tmp_path, "--config.batch_size=12", "--config.lora.target_modules=['nonsuch']",
+            "--config.quant.tile_size=48")  # fmt: skip
+    named = {problem.where for problem in caught.value.problems}
+    assert named == {"batch_size", "lora.target_modules", "quant.tile_size"}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("run", "file", "is a file"),
+        ("run/metrics.jsonl", "folder", "metrics.jsonl is not a file"),
+        ("run/checkpoints", "file", "checkpoints is not a folder"),
+    ],
+)
+def test_a_workdir_that_cannot_be_written_is_found_at_once(tmp_path, name, make, message):
+    blocked = tmp_path / name
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.mkdir() if make == "folder" else blocked.write_text("")
+    with pytest.raises(errors.ConfigError, match=message):
+        run(tmp_path / "run", "--config.model.path=nonsuch")
+
+
+def test_records_of_a_run_without_checkpoint_are_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "event", "step": 3}\n')
+    run(tmp_path, "--config.steps=1", "--config.data.eval_fraction=0")
+    assert (tmp_path / "metrics.jsonl.old").read_text() == '{"kind": "event", "step": 3}\n'
+    assert [r["step"] for r in records(tmp_path, "train")] == [1]
+
+
+def test_a_constant_schedule_may_be_lengthened_and_the_last_step_is_recorded(tmp_path):
+    constant = ("--config.optim.schedule=constant", "--config.data.eval_fraction=0")
+    run(tmp_path, "--config.steps=2", *constant)
+    assert run(tmp_path, "--config.steps=4", "--config.log_steps=3", *constant) == 0
+    assert [r["step"] for r in records(tmp_path, "train")] == [1, 2, 3, 4]
+
+
+def test_a_prompt_is_tokenised_as_the_training_data_is(tmp_path):
+    run_, _ = built(tmp_path, "--config.data.eval_fraction=0")
+    tokenizer = dataclasses.replace(run_.model.tokenizer, add_bos=True, bos_id=256)
+    run_ = dataclasses.replace(run_, model=dataclasses.replace(run_.model, tokenizer=tokenizer))
+    plain = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n", add_special_tokens=False).ids
+    assert evaluation.prompt_ids(run_, "Hi")[: len(plain) + 1] == [256, *plain]

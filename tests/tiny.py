@@ -179,10 +179,11 @@ class Case:
     dropout: float = 0.0
     layers: int = LAYERS
     dtype: str = "float32"
+    head: bool = False  # Adapters on the (tied) head too.
 
     def __str__(self) -> str:
         base = "full" if not self.lora else f"{self.qtype}{self.tile or ''}"
-        names = ("sharded", "scan", "remat")
+        names = ("sharded", "scan", "remat", "head")
         flags = [n for n in names if getattr(self, n)]
         return "-".join([base, f"{self.data}x{self.fsdp}", f"M{self.accum}", *flags])
 
@@ -217,7 +218,8 @@ class Trainer:
 def trainer(case: Case) -> Trainer:
     """The step of a case; compiled at its first call and shared by all tests of the process."""
     plain = model(num_hidden_layers=case.layers)
-    m = with_lora(plain) if case.lora else plain
+    targets = ".*(proj|lm_head)" if case.head else "all-linear"
+    m = with_lora(plain, targets) if case.lora else plain
     base, base_infos = quantised(m, weights(m), case.qtype, case.tile)
     on = mesh(case.data, case.fsdp)
     base_specs = specs.spec_tree(base_infos, on)

@@ -117,7 +117,7 @@ def compile_template(
     except jinja2.TemplateSyntaxError as error:
         line = source.split("\n")[error.lineno - 1]
         raise errors.DataError(
-            f"chat_template:{error.lineno}", line, f"does not parse: {error.message}", "mend it"
+            f"chat_template:{error.lineno}", line, f"does not parse: {error.message}", "fix it"
         ) from error
     return ChatTemplate(template, types.MappingProxyType({**special_tokens, **options}))
 

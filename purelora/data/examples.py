@@ -299,7 +299,7 @@ def _too_long_error(
         for record, item in zip(records, encoded, strict=True)
         if len(item.example.tokens) > max_length
     ]
-    return errors.DataError.of(record_files.first_problems(problems, "data.too_long"))
+    return errors.DataError.of(errors.first(problems, "data.too_long"))
 
 
 def _nothing_left_error(where: str, report: DataReport) -> errors.DataError:

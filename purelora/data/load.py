@@ -17,7 +17,7 @@ class RunData(NamedTuple):
       evaluation: the evaluation batches, each once and in order; None if there are none.
       template: the chat template; None if the model has none.
       report: what became of the records, for people.
-      fingerprint: hash of all training tokens and targets in order.
+      fingerprint: hash of all tokens and targets, of training and evaluation, in order.
     """
 
     train: batches.Batches
@@ -40,11 +40,11 @@ def load(settings: config.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
         task=settings.task,
         unnested_template=settings.data.unnested_template,
     )
-    train, report = _examples(settings.data.train, encoder, settings)
+    train, report = _examples("data.train", settings.data.train, encoder, settings)
     reports = [f"train: {report}"]
     evaluation: list[examples.Example] = []
     if settings.data.eval is not None:
-        evaluation, eval_report = _examples(settings.data.eval, encoder, settings)
+        evaluation, eval_report = _examples("data.eval", settings.data.eval, encoder, settings)
         reports.append(f"eval: {eval_report}")
     elif settings.data.eval_fraction > 0:
         train, evaluation = examples.split(train, settings.data.eval_fraction, settings.seed)
@@ -59,7 +59,7 @@ def load(settings: config.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
         evaluation=_batches(evaluation, settings, shuffle=False) if evaluation else None,
         template=template,
         report="\n".join(reports),
-        fingerprint=examples.fingerprint(train),
+        fingerprint=examples.fingerprint([*train, *evaluation]),
     )
 
 
@@ -76,6 +76,10 @@ def compile_template(
             raise errors.ConfigError(
                 "data.chat_template", str(path), f"cannot be read: {error}", "give a Jinja file"
             ) from error
+        if not source.strip():
+            raise errors.ConfigError(
+                "data.chat_template", str(path), "is empty", "give a Jinja file, or leave it out"
+            )
     if source is None:
         return None
     day = datetime.date.fromisoformat(settings.data.template_date)
@@ -88,9 +92,9 @@ def compile_template(
 
 
 def _examples(
-    name: str, encoder: examples.Encoder, settings: config.Config
+    key: str, name: str, encoder: examples.Encoder, settings: config.Config
 ) -> tuple[list[examples.Example], examples.DataReport]:
-    found = records.read(sets.resolve(name))
+    found = records.read(sets.resolve(name, key))
     return examples.build(
         found, encoder, max_length=settings.max_length, too_long=settings.data.too_long
     )

@@ -27,7 +27,6 @@ from typing import Any
 from purelora import errors
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_PROBLEMS = 20
 
 _SHAPES: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
@@ -105,19 +104,10 @@ def read(path: pathlib.Path) -> list[Record]:
         except errors.DataError as error:
             problems.extend(error.problems)
     if problems:
-        raise errors.DataError.of(first_problems(problems, str(path)))
+        raise errors.DataError.of(errors.first(problems, str(path)))
     if not records:
         raise errors.DataError(str(path), None, "holds no records", "add at least one row")
     return records
-
-
-def first_problems(problems: list[errors.Problem], where: str) -> list[errors.Problem]:
-    """The first `MAX_PROBLEMS` of `problems`, and one more that counts the rest."""
-    hidden = len(problems) - MAX_PROBLEMS
-    if hidden <= 0:
-        return problems
-    rest = errors.Problem(where, None, f"has {hidden} more problems", "mend the first ones first")
-    return [*problems[:MAX_PROBLEMS], rest]
 
 
 def _bytes(path: pathlib.Path) -> bytes:

@@ -12,8 +12,12 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FILES.glob("*.jsonl")))
 
 
-def resolve(name_or_path: str) -> pathlib.Path:
+def resolve(name_or_path: str, key: str) -> pathlib.Path:
     """The file of a built-in data set, or the path itself.
+
+    Args:
+      name_or_path: what the config says.
+      key: the config key that says it, for messages.
 
     Raises:
       DataError: `name_or_path` is no built-in name and does not look like a file.
@@ -24,7 +28,7 @@ def resolve(name_or_path: str) -> pathlib.Path:
     if path.suffix or len(path.parts) > 1 or path.exists():
         return path
     raise errors.DataError(
-        "data.train",
+        key,
         name_or_path,
         "is neither a built-in data set nor a file",
         errors.nearest(name_or_path, names()),

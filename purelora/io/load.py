@@ -108,7 +108,7 @@ def _check_tensors(
         what = f"holds a tensor {name!r} that this architecture does not have"
         problems.append(errors.Problem(source.path, None, what, "is config.json of another model?"))
     if problems:
-        raise errors.ModelError.of(_first(problems))
+        raise errors.ModelError.of(errors.first(problems, source.path))
     if "lm_head.weight" in shapes:
         _check_tied(source)
 
@@ -129,13 +129,6 @@ def _check_tied(source: sources.Source) -> None:
             "differs from model.embed_tokens.weight, but config.json ties them",
             "set tie_word_embeddings to false in config.json if the head is its own",
         )
-
-
-def _first(problems: list[errors.Problem], limit: int = 20) -> list[errors.Problem]:
-    if len(problems) <= limit:
-        return problems
-    more = errors.Problem("…", None, f"and {len(problems) - limit} more problems like these", "")
-    return [*problems[:limit], more]
 
 
 class _Hashable(NamedTuple):

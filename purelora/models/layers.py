@@ -84,10 +84,9 @@ def linear(x: jax.Array, module: params.Module, dropout: Dropout | None = None) 
     return adapted(x, adapter_x, module, x.dtype)
 
 
-def adapted(
-    x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype: Any
-) -> jax.Array:
+def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
     """`x W + b + scaling · (adapter_x A) B` in `out_dtype`; `adapter_x` is `x` but for dropout."""
+    assert module.contracting is not None, module.name
     if module.frozen:
         y = quant.frozen_dot(x, module.weight, module.gather, module.contracting, out_dtype)
     else:

@@ -65,6 +65,9 @@ def from_hf(config: Mapping[str, Any], where: str) -> LlamaConfig:
     reader.check(head_dim % 2 == 0, "head_dim", head_dim, "is odd; rotary positions need pairs")
     activation = config.get("hidden_act", "silu")
     reader.check(activation == "silu", "hidden_act", activation, "is not supported; only 'silu' is")
+    for name, neutral in (("sliding_window", 0), ("partial_rotary_factor", 1)):
+        value = config.get(name)
+        reader.check(value in (None, neutral), name, value, "is not supported by this family")
     sizes: dict[str, Any] = {
         n: reader.size(n) for n in ("intermediate_size", "num_hidden_layers", "vocab_size")
     }

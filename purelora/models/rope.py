@@ -63,7 +63,7 @@ def _scaling(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if not isinstance(config[key], Mapping):
             raise errors.ModelError(f"{where}: {key}", config[key], "is not an object", "")
     if len(present) == 2:
-        _check_same(*(config[key] for key in present), where)
+        _check_same(config[present[0]], config[present[1]], where)
     return config[present[0]] if present else {}
 
 

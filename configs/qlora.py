@@ -9,7 +9,7 @@ from configs import base
 def get_config():
     c = base.get_config()
     c.workdir = "runs/qlora"
-    c.steps = 60
+    c.steps = 30
     c.batch_size = 4
     c.max_length = 256
     c.dtype = "float32"

@@ -311,7 +311,7 @@ def test_files_that_cannot_be_read(tmp_path, name, message):
 
 
 def test_built_in_set_by_name():
-    found = records.read(sets.resolve("wordnet-definitions"))
+    found = records.read(sets.resolve("wordnet-definitions", "data.train"))
     assert 1_500 <= len(found) <= 2_000
     assert {record.shape for record in found} == {"question"}
     words = [record.messages[1]["content"].split()[0] for record in found]
@@ -324,13 +324,13 @@ def test_built_in_set_by_name():
 
 def test_built_in_sets_state_their_source_and_licence():
     for name in sets.names():
-        source = sets.resolve(name).with_suffix(".SOURCE.md").read_text(encoding="utf-8")
+        source = sets.resolve(name, "data.train").with_suffix(".SOURCE.md").read_text(encoding="utf-8")
         assert "Source:" in source
         assert "Licence" in source
 
 
 def test_paths_pass_and_unknown_names_do_not(tmp_path):
-    assert sets.resolve("some/folder") == sets.pathlib.Path("some/folder")
-    assert sets.resolve("train.jsonl") == sets.pathlib.Path("train.jsonl")
+    assert sets.resolve("some/folder", "data.train") == sets.pathlib.Path("some/folder")
+    assert sets.resolve("train.jsonl", "data.train") == sets.pathlib.Path("train.jsonl")
     with pytest.raises(errors.DataError, match="did you mean 'wordnet-definitions'"):
-        sets.resolve("wordnet-definition")
+        sets.resolve("wordnet-definition", "data.train")

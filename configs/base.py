@@ -25,12 +25,12 @@ def get_config() -> config_dict.ConfigDict:
     c.workdir = "runs/default"
     # "sft": train on what the assistant (or completion) says; "pretrain": on every token.
     c.task = "sft"
-    # Of the adapters' initial values, the order of the data and dropout.
+    # Seed of the adapters' initial values, the data order, the eval split and dropout.
     c.seed = 0
     # How long to train: optimiser steps, or passes over the data. Exactly one of the two.
     c.steps = optional(None, int)
     c.epochs = optional(None, int)
-    # Rows per step over all devices, and in how many micro-batches a step works them off.
+    # Rows per step over all devices, and the number of micro-batches that a step splits them into.
     c.batch_size = 8
     c.accum_steps = 1
     # Tokens per row.
@@ -39,7 +39,8 @@ def get_config() -> config_dict.ConfigDict:
     c.dtype = "bfloat16"
     # Compile one layer and scan over the stack (True), or compile every layer by itself (False).
     c.scan_layers = True
-    # "none": keep each layer's activations for the backward pass; "full": recompute them.
+    # "none": keep what the large matmuls and attention produced for the backward pass;
+    # "full": recompute each layer.
     c.remat = "none"
     # Tokens whose logits exist at once, on each device.
     c.loss_chunk_tokens = 256
@@ -81,12 +82,12 @@ def get_config() -> config_dict.ConfigDict:
     # Inputs that share a scale; None: one scale per output channel.
     c.quant.tile_size = optional(None, int)
     # Weights that stay unquantised: regexes over the dotted parts of their names.
-    c.quant.skip = ("embed_tokens", "lm_head")
+    c.quant.skip = ("embed_tokens",)
 
     c.data = config_dict.ConfigDict()
     # A built-in set ("wordnet-definitions") or a .jsonl or .json file.
     c.data.train = "wordnet-definitions"
-    # A file to evaluate on; or None, with a share of the training records held out instead.
+    # A set or file to evaluate on; or None, with a share of the training records held out instead.
     c.data.eval = optional(None, str)
     c.data.eval_fraction = 0.0
     # Visit the rows of each epoch in an order of its own.
@@ -127,7 +128,7 @@ def get_config() -> config_dict.ConfigDict:
 
     c.mesh = config_dict.ConfigDict()
     # Devices along "data" (the batch is split) and "fsdp" (batch and base are split); together all
-    # devices of the run. None for fsdp: what data leaves.
+    # devices of the run. fsdp=None: all devices that data leaves.
     c.mesh.data = 1
     c.mesh.fsdp = optional(None, int)
     # Split the adapters along fsdp too, instead of keeping a copy on each device.
@@ -139,6 +140,9 @@ def get_config() -> config_dict.ConfigDict:
     # How many checkpoints to keep.
     c.checkpoint.keep_last = 2
     # "auto": continue the run in workdir if there is one; "must": fail if there is none;
-    # "never": fail if there is one.
+    # "never": fail if there is one. A run is continued with the settings it began with. Only these
+    # may change: workdir, steps, epochs, eval_steps, log_steps, nan_policy, sample_*,
+    # compile_cache, checkpoint.* and, as fingerprints tell whether they are the same, model.path and data.train;
+    # and scan_layers, remat, loss_chunk_tokens and mesh.*, which change rounding only.
     c.checkpoint.resume = "auto"
     return c

@@ -324,7 +324,9 @@ def test_built_in_set_by_name():
 
 def test_built_in_sets_state_their_source_and_licence():
     for name in sets.names():
-        source = sets.resolve(name, "data.train").with_suffix(".SOURCE.md").read_text(encoding="utf-8")
+        source = (
+            sets.resolve(name, "data.train").with_suffix(".SOURCE.md").read_text(encoding="utf-8")
+        )
         assert "Source:" in source
         assert "Licence" in source
 

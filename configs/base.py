@@ -142,7 +142,7 @@ def get_config() -> config_dict.ConfigDict:
     # "auto": continue the run in workdir if there is one; "must": fail if there is none;
     # "never": fail if there is one. A run is continued with the settings it began with. Only these
     # may change: workdir, steps, epochs, eval_steps, log_steps, nan_policy, sample_*,
-    # compile_cache, checkpoint.* and, as fingerprints tell whether they are the same, model.path and data.train;
-    # and scan_layers, remat, loss_chunk_tokens and mesh.*, which change rounding only.
+    # compile_cache, checkpoint.*; model.path and data.train, as fingerprints tell whether they are
+    # the same; and scan_layers, remat, loss_chunk_tokens and mesh.*, which change rounding only.
     c.checkpoint.resume = "auto"
     return c

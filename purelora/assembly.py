@@ -79,7 +79,7 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     checkpoints = checkpoint.Checkpoints(
         pathlib.Path(settings.workdir) / "checkpoints", keep_last=settings.checkpoint.keep_last
     )
-    saved = _saved_step(settings, checkpoints)
+    saved = _saved_step(settings, checkpoints, say)
 
     loaded = load_weights(model, plan, say)
     meta = _meta(plan, loaded, data, schedule_steps)
@@ -93,6 +93,10 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     if saved is not None:
         say(f"resuming from step {saved}")
         state = checkpoints.restore(saved, _abstract(state))
+        if int(state.step) != saved:
+            folder = f"{settings.workdir}/checkpoints/{saved}"
+            what = f"holds the state of step {int(state.step)}"
+            raise errors.CheckpointError(folder, None, what, "give the folder its own number back")
     run = Run(
         plan=plan,
         model=model,
@@ -132,9 +136,13 @@ def _check_warmup(settings: config.Config, total_steps: int) -> None:
         )
 
 
-def _saved_step(settings: config.Config, checkpoints: checkpoint.Checkpoints) -> int | None:
+def _saved_step(
+    settings: config.Config, checkpoints: checkpoint.Checkpoints, say: Say
+) -> int | None:
     """The step to continue from, None for a fresh run; by `checkpoint.resume`."""
     found, mode = checkpoints.steps(), settings.checkpoint.resume
+    if checkpoints.incomplete():
+        say(f"passed over incomplete checkpoints: {', '.join(checkpoints.incomplete())}")
     if mode == "must" and not found:
         raise errors.CheckpointError(
             "checkpoint.resume",
@@ -235,7 +243,9 @@ def _meta(
     # Without a decay nothing depends on where it would end, and the run may be lengthened.
     decays = plan.config.optim.schedule != "constant"
     resolved = {"optim.schedule_steps": schedule_steps if decays else None}
-    settings = config.as_flat(plan.config) | resolved
+    # The fingerprint is of the tensors; what config.json makes of them must be the same too.
+    sizes = {f"config.json: {k}": v for k, v in dataclasses.asdict(plan.model.config).items()}
+    settings = config.as_flat(plan.config) | resolved | sizes
     return {
         "config": settings,
         "base_fingerprint": loaded.fingerprint,

@@ -59,6 +59,13 @@ class Checkpoints:
         numbers = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
         return sorted(step for step in set(numbers) if self._is_complete(step))
 
+    def incomplete(self) -> list[str]:
+        """Names of the step folders that hold no complete checkpoint."""
+        if not self._folder.is_dir():
+            return []
+        names = [path.name for path in self._folder.iterdir() if path.name.isdecimal()]
+        return sorted((n for n in names if not self._is_complete(int(n))), key=int)
+
     def save(self, step: int, state: state.TrainState, meta: Mapping[str, Any]) -> None:
         """Writes a step, waits until it is complete, then deletes the steps beyond `keep_last`.
 

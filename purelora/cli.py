@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import difflib
+import io
 import pathlib
 import re
 import runpy
@@ -110,17 +111,21 @@ def load_file(path: pathlib.Path) -> dict[str, Any]:
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         result = get_config() if callable(get_config) else None
-    except Exception as error:  # The file is the user's own code and may raise anything.
+        raw = result.to_dict() if isinstance(result, ml_collections.ConfigDict) else None
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # The file is the user's own code and may raise anything.
         where = f"{path}{_line_of(error, path)}"
         what = f"{type(error).__name__}: {error}"
         raise errors.ConfigError(where, None, what, "fix the config file") from error
     finally:
         sys.path.remove(parent)
-    if not isinstance(result, ml_collections.ConfigDict):
+    if raw is None:
         remedy = "define get_config(), starting from configs.base.get_config()"
         what = "has no get_config() that returns a ConfigDict"
         raise errors.ConfigError(str(path), None, what, remedy)
-    return result.to_dict()
+    return raw
 
 
 def _line_of(error: BaseException, path: pathlib.Path) -> str:
@@ -182,7 +187,7 @@ _NAMES = re.compile(r"[\w.\-]+(\s*,\s*[\w.\-]+)+")
 def _list_from_text(text: str, *, is_plain_string_too: bool) -> Any:
     """`['a', 'b']` or `a,b`; a comma separates only where all the parts are plain names."""
     if text[:1] in ("(", "["):
-        with contextlib.suppress(ValueError, SyntaxError):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError):
             value = ast.literal_eval(text)
             # ('q_proj') is a string in parentheses to Python; whoever writes it means a list.
             return (value,) if isinstance(value, str) else value
@@ -217,6 +222,9 @@ def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
 
     Exits with the status that `main` returns, or 2 for an error that the user can fix.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # Not every terminal knows "×".
     argv = sys.argv[1:]
     if not {"-h", "--help"}.isdisjoint(argv):
         print(usage.strip())

@@ -13,6 +13,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from purelora import errors
 
 Patterns = str | tuple[str, ...]
@@ -315,6 +317,8 @@ def check(config: Config) -> list[errors.Problem]:
 
 
 _Found = tuple[str, Any, str, str]
+_LARGEST = 2**31 - 1  # Steps are counted in int32.
+_LONGEST = 2**24  # Tokens of a row.
 
 
 def _ranges(c: Config) -> list[_Found]:
@@ -335,12 +339,17 @@ def _ranges(c: Config) -> list[_Found]:
         "checkpoint.keep_last": c.checkpoint.keep_last,
     }
     found: list[_Found] = [
-        (key, value, "must be at least 1", "")
+        (key, value, f"must be from 1 to {_LARGEST}", "")
         for key, value in at_least_1.items()
-        if value is not None and value < 1
+        if value is not None and not 1 <= value <= _LARGEST
     ]
-    if c.max_length < 2:
-        found.append(("max_length", c.max_length, "must be at least 2", ""))
+    found += [
+        (key, value, "holds a NUL character", "remove it")
+        for key, value in as_flat(c).items()
+        if isinstance(value, str) and "\0" in value
+    ]
+    if not 2 <= c.max_length <= _LONGEST:
+        found.append(("max_length", c.max_length, f"must be from 2 to {_LONGEST}", ""))
     if not 0 <= c.seed < 2**32:
         found.append(("seed", c.seed, "must be from 0 to 4294967295", ""))
     if not c.workdir:
@@ -371,6 +380,12 @@ def _date_problem(date: str) -> list[_Found]:
     return []
 
 
+def _as_float32(value: float) -> float:
+    """What the compiled step sees of a number: 1e-50 becomes 0, and 1 - 1e-12 becomes 1."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
 def _fractions(c: Config) -> list[_Found]:
     zero_to_one = {
         "lora.lora_dropout": c.lora.lora_dropout,
@@ -382,7 +397,7 @@ def _fractions(c: Config) -> list[_Found]:
     found: list[_Found] = [
         (key, value, "must be at least 0 and below 1", "")
         for key, value in zero_to_one.items()
-        if not 0 <= value < 1
+        if not 0 <= _as_float32(value) < 1
     ]
     if not 0 <= c.optim.min_lr_ratio <= 1:
         found.append(("optim.min_lr_ratio", c.optim.min_lr_ratio, "must be from 0 to 1", ""))
@@ -398,8 +413,8 @@ def _optim_ranges(o: OptimConfig) -> list[_Found]:
     }
     for key, value in positive.items():
         # The comparison is written so that NaN fails it.
-        if value is not None and not 0 < value < float("inf"):
-            found.append((key, value, "must be a number above 0", ""))
+        if value is not None and not 0 < _as_float32(value) < float("inf"):
+            found.append((key, value, "must be a float32 above 0", ""))
     if not 0 <= o.weight_decay < float("inf"):
         found.append(("optim.weight_decay", o.weight_decay, "must be at least 0", ""))
     if o.warmup_steps < 0:
@@ -490,7 +505,7 @@ def _lora_problems(lora: LoraConfig) -> list[_Found]:
     found: list[_Found] = []
     if lora.r < 1:
         found.append(("lora.r", lora.r, "must be at least 1 with LoRA on", "8 and 16 are usual"))
-    if not 0 < lora.lora_alpha < float("inf"):
+    if not 0 < _as_float32(lora.lora_alpha) < float("inf"):
         what = "makes the scaling alpha / r zero or not a number, so nothing would train"
         found.append(("lora.lora_alpha", lora.lora_alpha, what, "2 · r is usual"))
     if not lora.target_modules:

@@ -113,7 +113,12 @@ class MetricsLog:
 
     def write(self, record: Record) -> None:
         """Appends one record, of plain Python values."""
-        self._file.write(_to_json(record) + "\n")
+        try:
+            self._file.write(_to_json(record) + "\n")
+        except OSError as error:
+            raise errors.CheckpointError(
+                str(self._path), None, f"cannot be written: {error}", "free some space"
+            ) from error
 
     def truncate_after(self, step: int) -> None:
         """Drops the records of later steps, which a run resumed from `step` makes anew.

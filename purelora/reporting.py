@@ -1,6 +1,7 @@
 """What a run tells of itself while it goes: records in its folder, progress on the terminal."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -11,6 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from purelora import assembly, config, errors, metrics, state, step
+
+# With nan_policy="skip": so many skipped steps one after the other are no accident.
+_MOST_SKIPPED_IN_A_ROW = 10
 
 
 class _Values(NamedTuple):
@@ -38,19 +42,26 @@ def say(text: str) -> None:
 
 def check_workdir(settings: config.Config) -> None:
     """Raises ConfigError, before anything slow begins, if the run could not write to its folder."""
-    workdir = pathlib.Path(settings.workdir)
-    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
-    problem = None
-    if not existing.is_dir():
-        problem = f"{existing} is a file"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{existing} cannot be written to"
-    elif (workdir / "metrics.jsonl").exists() and not (workdir / "metrics.jsonl").is_file():
-        problem = "its metrics.jsonl is not a file"
-    elif (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
-        problem = "its checkpoints is not a folder"
+    try:
+        problem = _workdir_problem(pathlib.Path(settings.workdir))
+    except (OSError, ValueError) as error:
+        problem = f"is no usable path: {error}"
     if problem:
         raise errors.ConfigError("workdir", settings.workdir, problem, "choose another folder")
+
+
+def _workdir_problem(workdir: pathlib.Path) -> str | None:
+    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written to"
+    log, checkpoints = workdir / "metrics.jsonl", workdir / "checkpoints"
+    if log.is_symlink() or (log.exists() and not log.is_file()):
+        return "its metrics.jsonl is not a file"
+    if checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir()):
+        return "its checkpoints is not a folder"
+    return None
 
 
 class Reporter:
@@ -68,6 +79,7 @@ class Reporter:
             peak_flops_per_sec=metrics.peak_flops_per_sec(run.plan.device_kinds),
         )
         self._skipped = first - int(start.updates)
+        self._skipped_in_a_row = 0
         self._throughput = metrics.Throughput()
         self._pending: _Pending | None = None
         self._started = self._last = time.perf_counter()
@@ -92,6 +104,7 @@ class Reporter:
         now = time.perf_counter()
         secs, self._last = now - self._last, now
         self._skipped += int(not values.applied)
+        self._skipped_in_a_row = 0 if values.applied else self._skipped_in_a_row + 1
         record = self._record(pending, values, secs)
         is_last = pending.step == self._run.total_steps
         if is_last or pending.step % self._run.settings.log_steps == 0 or not values.applied:
@@ -153,9 +166,10 @@ class Reporter:
         if not values.weight_sum:
             self.event(number, "skip", "no token of the batch has weight")
             return
-        detail = f"loss sum {values.loss_sum}, gradient norm {values.grad_norm}"
+        detail = f"loss sum {values.loss_sum}, gradient norm {values.grad_norm}, or the update"
         self.event(number, "skip", f"not finite: {detail}")
-        if self._run.settings.nan_policy == "abort":
+        hopeless = self._skipped_in_a_row >= _MOST_SKIPPED_IN_A_ROW
+        if hopeless or self._run.settings.nan_policy == "abort":
             saved = self._run.checkpoints.steps()
             last = f"the same command continues from step {saved[-1]}" if saved else (
                 "no checkpoint was saved: set checkpoint.save_steps"
@@ -164,8 +178,8 @@ class Reporter:
                 f"step {number}",
                 None,
                 f"is not finite: {detail}",
-                "lower optim.learning_rate, or set nan_policy='skip' to leave such batches out; "
-                + last,
+                f"{self._skipped_in_a_row} in a row; look at optim.learning_rate, optim.eps and "
+                f"optim.b2, or set nan_policy='skip' to leave single batches out; {last}",
             )
 
 
@@ -179,6 +193,17 @@ def reporting(run: assembly.Run, start: state.TrainState) -> Iterator[Reporter]:
         reporter.close()
 
 
+def _lock(workdir: pathlib.Path) -> None:
+    """Takes the folder for this process until it ends; two runs would mix their records."""
+    lock = os.open(workdir / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise errors.ConfigError(
+            "workdir", str(workdir), "another run is writing to it", "choose another folder"
+        ) from error
+
+
 def _open_log(workdir: pathlib.Path, settings: config.Config, first: int) -> metrics.MetricsLog:
     """The run's metrics.jsonl, with its records up to step `first`; also writes config.json.
 
@@ -187,6 +212,7 @@ def _open_log(workdir: pathlib.Path, settings: config.Config, first: int) -> met
     path = workdir / "metrics.jsonl"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        _lock(workdir)
         text = json.dumps(config.as_flat(settings), indent=1)
         (workdir / "config.json").write_text(text + "\n", encoding="utf-8")
         if not first and path.exists():

@@ -140,13 +140,15 @@ def update(
     weight = jnp.maximum(sums.weight, 1e-9)
     grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), sums.grads)
     grad_norm = optax.tree_utils.tree_norm(grads)
-    good = (sums.weight > 0) & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
     rate = schedule(old.step)
 
     # optax mixes dtypes (its counters are int32), so strict promotion does not hold inside it.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = tx.update(grads, old.opt_state, old.trainable)
     moved = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), old.trainable, updates)
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(moved)]
+    good = (sums.weight > 0) & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
+    good = good & jnp.stack(finite).all()
     trainable, opt_state = jax.tree.map(
         lambda new, kept: jnp.where(good, new, kept),
         (moved, opt_state),

@@ -70,7 +70,7 @@ def test_value_may_follow_as_the_next_argument():
         (["--plann"], r"did you mean --plan\?"),
         (["--config.lora.r=0"], r"lora\.r = 0: must be at least 1"),
         (["--config.lora.lora_alpha=0"], r"lora\.lora_alpha = 0\.0: makes the scaling"),
-        (["--config.optim.learning_rate=nan"], r"optim\.learning_rate = nan: must be a number"),
+        (["--config.optim.learning_rate=nan"], r"optim\.learning_rate = nan: must be a float32"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_error(arguments, message):

@@ -51,7 +51,7 @@ def test_a_good_config():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_length": 1}, "max_length = 1: must be at least 2"),
+        ({"max_length": 1}, "max_length = 1: must be from 2 to 16777216"),
         ({"seed": 2**32}, "seed = 4294967296: must be from 0 to 4294967295"),
         ({"workdir": ""}, "workdir = '': is empty; name the folder that the run writes to"),
         ({"model__path": ""}, "model.path = '': is empty; name a model, a folder or a file"),
@@ -63,10 +63,10 @@ def test_a_good_config():
         ({"optim__b2": 1.0}, "optim.b2 = 1.0: must be at least 0 and below 1"),
         ({"optim__momentum": math.nan, "optim__name": "sgd"}, "optim.momentum = nan: must be at"),
         ({"optim__min_lr_ratio": 1.5}, "optim.min_lr_ratio = 1.5: must be from 0 to 1"),
-        ({"optim__learning_rate": 0}, "optim.learning_rate = 0.0: must be a number above 0"),
-        ({"optim__learning_rate": math.nan}, "optim.learning_rate = nan: must be a number above 0"),
-        ({"optim__eps": math.inf}, "optim.eps = inf: must be a number above 0"),
-        ({"optim__clip_norm": 0.0}, "optim.clip_norm = 0.0: must be a number above 0"),
+        ({"optim__learning_rate": 0}, "optim.learning_rate = 0.0: must be a float32 above 0"),
+        ({"optim__learning_rate": math.nan}, "optim.learning_rate = nan: must be a float32"),
+        ({"optim__eps": math.inf}, "optim.eps = inf: must be a float32 above 0"),
+        ({"optim__clip_norm": 0.0}, "optim.clip_norm = 0.0: must be a float32 above 0"),
         ({"optim__weight_decay": math.nan}, "optim.weight_decay = nan: must be at least 0"),
         ({"quant__skip": ["("]}, "quant.skip = '(': is not a regular expression: missing"),
         ({"steps": None}, "steps, epochs = (None, None): are both None; set exactly one of them"),

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from purelora import info, loss, params, quant
+from purelora.models import layers
 
 B, T, D, V, R = 3, 7, 16, 40, 4
 CHUNKS = (1, 8, 100)  # Of 21 tokens: 8 does not divide them.
@@ -94,6 +95,25 @@ def test_int8_head(data, tile):
     got = jax.value_and_grad(chunked, (0, 1))(x, adapters)
     want = jax.value_and_grad(plain_sum, (0, 2))(x, full, adapters, targets, weights)
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_dropout_is_on_the_input_of_the_adapters_alone(data):
+    x, table, (a, b), targets, weights = data
+    dropout = layers.Dropout(jax.random.key(0), jnp.arange(B), 0.5)
+
+    def chunked(x, a):
+        return loss.xent_sum(
+            x, head(table, (a, b)), targets, weights, chunk_tokens=8, dropout=dropout
+        )
+
+    def whole(x, a):
+        logits = x @ table.T + 2.0 * (dropout(x, "lm_head") @ a @ b)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return (nll * weights).sum()
+
+    got = jax.value_and_grad(chunked, (0, 1))(x, a)
+    chex.assert_trees_all_close(got, jax.value_and_grad(whole, (0, 1))(x, a), rtol=1e-5, atol=2e-5)
+    assert not np.allclose(got[0], plain_sum(x, table, (a, b), targets, weights), rtol=1e-2)
 
 
 def test_bfloat16_activations(data):

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from purelora import assembly, cli, errors, evaluation, reporting, signals, train
+from purelora.data import load as data_load
+from purelora.io import builtin
 from purelora.models import causal_lm
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -351,3 +353,60 @@ def test_a_prompt_is_tokenised_as_the_training_data_is(tmp_path):
     run_ = dataclasses.replace(run_, model=dataclasses.replace(run_.model, tokenizer=tokenizer))
     plain = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n", add_special_tokens=False).ids
     assert evaluation.prompt_ids(run_, "Hi")[: len(plain) + 1] == [256, *plain]
+
+
+def test_a_changed_config_json_is_noticed_on_resume(finished, monkeypatch):
+    real = assembly.plans.make
+
+    def other_eps(settings, hf_config, where, devices):
+        return real(settings, {**hf_config, "rms_norm_eps": 0.1}, where, devices)
+
+    monkeypatch.setattr(assembly.plans, "make", other_eps)
+    with pytest.raises(errors.CheckpointError, match=r"config\.json: rms_norm_eps = 0\.1"):
+        run(finished, "--config.steps=10", "--config.checkpoint.save_steps=5")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    holder = (
+        "import pathlib, sys, time; from purelora import reporting; "
+        "reporting._lock(pathlib.Path(sys.argv[1])); print('locked', flush=True); time.sleep(300)"
+    )
+    command = [sys.executable, "-c", holder, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENV) as other:
+        try:
+            assert other.stdout.readline() == b"locked\n"
+            with pytest.raises(errors.ConfigError, match="another run is writing"):
+                run(tmp_path, "--config.steps=1", "--config.data.eval_fraction=0")
+        finally:
+            other.kill()
+
+
+def test_skipping_for_ever_is_an_error(tmp_path):
+    """A rate at which every update overflows: the state stays good, and the run does not go on."""
+    with pytest.raises(errors.DivergedError, match="10 in a row"):
+        run(tmp_path, "--config.steps=50", "--config.nan_policy=skip", "--config.optim.name=sgd",
+            "--config.optim.learning_rate=3e38", "--config.optim.clip_norm=None",
+            "--config.optim.schedule=constant", "--config.data.eval_fraction=0")  # fmt: skip
+    assert records(tmp_path, "train")[-1]["skipped_steps"] >= 10
+
+
+def test_incomplete_checkpoints_are_named_and_a_renamed_one_refused(tmp_path, capsys):
+    options = ("--config.optim.schedule=constant", "--config.data.eval_fraction=0")
+    run(tmp_path, "--config.steps=2", *options)
+    (tmp_path / "checkpoints" / "7").mkdir()
+    run(tmp_path, "--config.steps=3", *options)
+    assert "passed over incomplete checkpoints: 7" in capsys.readouterr().out
+    (tmp_path / "checkpoints" / "7").rmdir()
+    (tmp_path / "checkpoints" / "3").rename(tmp_path / "checkpoints" / "9")
+    with pytest.raises(errors.CheckpointError, match="holds the state of step 3"):
+        run(tmp_path, "--config.steps=12", *options)
+
+
+def test_a_byte_order_mark_in_a_template_is_no_text(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("\ufeff{{ messages[0].content }}", encoding="utf-8")
+    settings = cli.parse([TINY, f"--config.data.chat_template={template}"], flags=()).config
+    compiled = data_load.compile_template(settings, builtin.tiny().tokenizer)
+    messages = [{"role": "user", "content": "x"}]
+    text = compiled.render(messages, tools=None, add_generation_prompt=False, where="here")
+    assert text == "x"

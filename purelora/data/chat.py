@@ -47,7 +47,8 @@ _TEMPLATE_FAULTS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
+    MemoryError,
 )
 
 
@@ -115,10 +116,13 @@ def compile_template(
     try:
         template = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        line = source.split("\n")[error.lineno - 1]
+        line = (source.splitlines() or [""])[min(error.lineno, len(source.splitlines())) - 1]
         raise errors.DataError(
             f"chat_template:{error.lineno}", line, f"does not parse: {error.message}", "fix it"
         ) from error
+    except (ValueError, SyntaxError, RuntimeError, MemoryError) as error:
+        what = f"does not compile: {error}"
+        raise errors.DataError("chat_template", None, what, "fix it") from error
     return ChatTemplate(template, types.MappingProxyType({**special_tokens, **options}))
 
 

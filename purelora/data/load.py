@@ -71,7 +71,7 @@ def compile_template(
     if settings.data.chat_template is not None:
         path = pathlib.Path(settings.data.chat_template)
         try:
-            source = path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise errors.ConfigError(
                 "data.chat_template", str(path), f"cannot be read: {error}", "give a Jinja file"

@@ -81,7 +81,8 @@ class Tokenizer:
           DataError: the text holds half of a surrogate pair.
         """
         try:
-            encoded = self.backend.encode(text, add_special_tokens=False)
+            with _backend_errors("tokenizer"):
+                encoded = self.backend.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise errors.DataError(
                 "text", text, "holds half of a surrogate pair", "remove the \\ud800-\\udfff escape"
@@ -282,7 +283,7 @@ def _chat_template(folder: str, file: str, settings: dict[str, Any]) -> str | No
     """The template: chat_template.jinja wins over tokenizer_config.json's, as in transformers."""
     jinja = os.path.join(folder, "chat_template.jinja")
     if os.path.lexists(jinja):
-        return files.read_text(jinja)
+        return files.read_text(jinja).removeprefix("\ufeff")
     template = files.typed(file, settings, "chat_template", (str, list))
     if not isinstance(template, list):
         return template

@@ -103,14 +103,14 @@ class _Reader:
         value = self.config.get(name)
         if value is None and absent is not None:
             return absent
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
             return value
         self.check(False, name, value, "is missing" if value is None else "is not a size")
         return 1
 
     def positive(self, name: str) -> float:
         value = self.config.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30:
             return float(value)
         self.check(False, name, value, "is missing" if value is None else "is not a number > 0")
         return 1.0

@@ -42,7 +42,7 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
     theta = _number(theta, f"{where}: rope_theta")
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     kind = _kind(scaling)
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise errors.ModelError(
             f"{where}: rope_type", kind, "is not supported", f"supported: {', '.join(_FIELDS)}"
         )
@@ -53,6 +53,10 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
     if kind == "linear":
         frequencies = frequencies / fields["factor"]
     if kind == "llama3":
+        low, high = fields["low_freq_factor"], fields["high_freq_factor"]
+        if low >= high:
+            what = f"is not below high_freq_factor = {high}"
+            raise errors.ModelError(f"{where}: low_freq_factor", low, what, "")
         frequencies = _llama3(frequencies, **fields)
     return frequencies.astype(np.float32)
 
@@ -88,7 +92,7 @@ def _kind(scaling: Mapping[str, Any]) -> Any:
 def _number(value: Any, where: str) -> float:
     if value is None:
         raise errors.ModelError(where, None, "is missing", "take the model's original config.json")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
         raise errors.ModelError(where, value, "is not a positive number", "")
     return float(value)
 

@@ -432,72 +432,49 @@ def _combinations(c: Config) -> list[_Found]:
         low = c.batch_size - c.batch_size % c.accum_steps
         near = [n for n in (low, low + c.accum_steps) if n > 0]
         found.append(("batch_size", c.batch_size, what, f"use {' or '.join(map(str, near))}"))
-    if c.lora.enabled:
-        found += _lora_problems(c.lora)
-    elif c.quant.qtype != "none":
-        found.append(
-            (
-                "quant.qtype",
-                c.quant.qtype,
-                "quantises the base, but lora.enabled=False trains it",
-                "set quant.qtype='none', or lora.enabled=True",
-            )
-        )
-    if not c.lora.enabled and c.model.weights_dtype != "float32":
-        found.append(
-            (
-                "model.weights_dtype",
-                c.model.weights_dtype,
-                "would train all weights in less than float32, where small updates round away",
-                "set it to 'float32'; dtype='bfloat16' still computes in bfloat16",
-            )
-        )
+    found += _lora_problems(c.lora) if c.lora.enabled else _full_problems(c)
+    return found + _contradictions(c)
+
+
+def _full_problems(c: Config) -> list[_Found]:
+    """What does not go with training all weights."""
+    found: list[_Found] = []
+    if c.quant.qtype != "none":
+        what = "quantises the base, but lora.enabled=False trains it"
+        remedy = "set quant.qtype='none', or lora.enabled=True"
+        found.append(("quant.qtype", c.quant.qtype, what, remedy))
+    if c.model.weights_dtype != "float32":
+        what = "would train all weights in less than float32, where small updates round away"
+        remedy = "set it to 'float32'; dtype='bfloat16' still computes in bfloat16"
+        found.append(("model.weights_dtype", c.model.weights_dtype, what, remedy))
+    if c.mesh.shard_adapters:
+        what = "has no effect with lora.enabled=False: there are no adapters"
+        found.append(("mesh.shard_adapters", True, what, "set it to False"))
+    return found
+
+
+def _contradictions(c: Config) -> list[_Found]:
+    """Keys that would be ignored, or that exclude each other."""
+    found: list[_Found] = []
     if c.quant.qtype == "none" and c.quant.tile_size is not None:
-        found.append(
-            (
-                "quant.tile_size",
-                c.quant.tile_size,
-                "has no effect with quant.qtype='none'",
-                "set quant.qtype='int8', or leave tile_size out",
-            )
-        )
+        what = "has no effect with quant.qtype='none'"
+        remedy = "set quant.qtype='int8', or leave tile_size out"
+        found.append(("quant.tile_size", c.quant.tile_size, what, remedy))
     if c.data.eval is not None and c.data.eval_fraction > 0:
-        found.append(
-            (
-                "data.eval_fraction",
-                c.data.eval_fraction,
-                "and data.eval are both set",
-                "set data.eval_fraction=0, or leave data.eval out",
-            )
-        )
+        remedy = "set data.eval_fraction=0, or leave data.eval out"
+        what = "and data.eval are both set"
+        found.append(("data.eval_fraction", c.data.eval_fraction, what, remedy))
     if c.eval_steps is not None and c.data.eval is None and c.data.eval_fraction == 0:
-        found.append(
-            (
-                "eval_steps",
-                c.eval_steps,
-                "is set, but there is no eval data",
-                "set data.eval or data.eval_fraction",
-            )
-        )
+        what, remedy = "is set, but there is no eval data", "set data.eval or data.eval_fraction"
+        found.append(("eval_steps", c.eval_steps, what, remedy))
     if c.optim.name == "adamw" and c.optim.momentum:
-        found.append(
-            (
-                "optim.momentum",
-                c.optim.momentum,
-                "has no effect with optim.name='adamw'",
-                "set it to 0, or use optim.b1",
-            )
-        )
+        what, remedy = "has no effect with optim.name='adamw'", "set it to 0, or use optim.b1"
+        found.append(("optim.momentum", c.optim.momentum, what, remedy))
     limit = c.optim.schedule_steps or c.steps
     if limit is not None and c.optim.warmup_steps > limit:
-        found.append(
-            (
-                "optim.warmup_steps",
-                c.optim.warmup_steps,
-                f"is more than the {limit} steps there are",
-                "the learning rate would never reach optim.learning_rate",
-            )
-        )
+        what = f"is more than the {limit} steps there are"
+        remedy = "the learning rate would never reach optim.learning_rate"
+        found.append(("optim.warmup_steps", c.optim.warmup_steps, what, remedy))
     return found
 
 

@@ -94,17 +94,7 @@ def resolve_targets(
       ConfigError: nothing matches, or an entry of a list matches nothing.
     """
     names = [name for module in modules.values() for name in module.names]
-    if exclude_modules == ALL_LINEAR:
-        raise errors.ConfigError(
-            "lora.exclude_modules", exclude_modules, "would leave out everything", _offer(names)
-        )
-    problems = [
-        *_unmatched("lora.target_modules", target_modules, names),
-        *_unmatched("lora.exclude_modules", exclude_modules, names),
-    ]
-    if problems:
-        raise errors.ConfigError.of(problems)
-
+    _check_patterns(target_modules, exclude_modules, names)
     targets: dict[str, Target] = {}
     for path, module in modules.items():
         chosen = [
@@ -125,6 +115,22 @@ def resolve_targets(
             _offer(names),
         )
     return targets
+
+
+def _check_patterns(
+    target_modules: str | Sequence[str], exclude_modules: str | Sequence[str], names: Sequence[str]
+) -> None:
+    """Raises ConfigError for all entries that match nothing."""
+    if exclude_modules == ALL_LINEAR:
+        raise errors.ConfigError(
+            "lora.exclude_modules", exclude_modules, "would leave out everything", _offer(names)
+        )
+    problems = [
+        *_unmatched("lora.target_modules", target_modules, names),
+        *_unmatched("lora.exclude_modules", exclude_modules, names),
+    ]
+    if problems:
+        raise errors.ConfigError.of(problems)
 
 
 def _is_target(pattern: str | Sequence[str], name: str, module: LinearModule) -> bool:

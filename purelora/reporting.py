@@ -133,6 +133,14 @@ class Reporter:
         self._progress.write(f"{name} at step {number}: {detail}")
         self._last = time.perf_counter()
 
+    def finish(self, current: state.TrainState) -> None:
+        """Records the end of the run with its mean rates."""
+        rates = [f"{rate:.0f}" for rate in self._throughput.mean() if rate is not None][:2]
+        mean = f", mean {rates[0]} tok/s, {rates[1]} trained tok/s" if rates else ""
+        secs = time.perf_counter() - self._started
+        detail = f"{int(current.updates)} updates in {secs:.0f} s{mean}"
+        self.event(int(current.step), "finish", detail)
+
     def close(self) -> None:
         """Closes the log and leaves the progress as it stands."""
         self._progress.close()

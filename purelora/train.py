@@ -73,6 +73,7 @@ def train(
             break
     if not stop.requested:
         reporter.sampled(evaluation.sample(run, current))
+        reporter.finish(current)
     return current
 
 

@@ -64,7 +64,7 @@ def test_a_run_learns_and_records_every_step_once(finished):
     first, last = records(finished, "eval")
     assert (first["step"], last["step"]) == (0, 10)
     assert last["loss"] < first["loss"] - 0.1
-    assert [e["name"] for e in records(finished, "event")] == ["start", "save", "save"]
+    assert [e["name"] for e in records(finished, "event")] == ["start", "save", "save", "finish"]
     assert json.loads((finished / "config.json").read_text())["lora.r"] == 4
 
 

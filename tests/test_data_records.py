@@ -336,3 +336,21 @@ def test_paths_pass_and_unknown_names_do_not(tmp_path):
     assert sets.resolve("train.jsonl", "data.train") == sets.pathlib.Path("train.jsonl")
     with pytest.raises(errors.DataError, match="did you mean 'wordnet-definitions'"):
         sets.resolve("wordnet-definition", "data.train")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "train": False}, "train.*read in messages only"),
+        ({"prompt": "a", "completion": "b", "weight": 0}, "weight.*read in messages only"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
+            r"messages\[0\]\.weight = 0: is not read",
+        ),
+    ],
+)
+def test_what_would_leave_a_row_out_elsewhere_is_not_ignored(tmp_path, row, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(errors.DataError, match=message):
+        records.read(path)

@@ -238,6 +238,10 @@ def _record(row: object, where: str) -> Record:
     if not isinstance(row, dict):
         raise _wrong_type(where, row, "an object", 'write a row as {"messages": [...]}')
     shape = _shape(row, where)
+    for key in ("train", "weight"):
+        if key in row:
+            remedy = 'write "train" into the messages, leave the row out, or rename the column'
+            raise errors.DataError(f"{where}: {key}", row[key], "is read in messages only", remedy)
     if shape == "text":
         return Text(where, _string(row["text"], f"{where}: text"))
     messages, train = _conversation(row, shape, where)
@@ -334,6 +338,11 @@ def _message(value: object, where: str) -> tuple[dict[str, Any], bool]:
     if role not in ROLES:
         remedy = errors.nearest(str(role), ROLES)
         raise errors.DataError(f"{where}.role", role, "is no known role", remedy)
+    if "weight" in message:
+        # How other tools leave a message out: obeyed in silence, or not at all, would train wrong.
+        raise errors.DataError(
+            f"{where}.weight", message["weight"], "is not read", 'write "train": true or false'
+        )
     train = message.pop("train", role == "assistant")
     if not isinstance(train, bool):
         raise _wrong_type(f"{where}.train", train, "a boolean", "write true or false")

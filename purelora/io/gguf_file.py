@@ -123,7 +123,7 @@ def open_container(path: str) -> Container:
     if os.path.getsize(path) == 0:
         raise errors.ModelError(path, None, "is empty", _AGAIN)
     data = np.memmap(path, dtype=np.uint8, mode="r")
-    cursor = _Cursor(path, memoryview(data))
+    cursor = _Cursor(path, data.data)
     n_tensors, n_fields = _read_preamble(cursor)
     fields: dict[str, Any] = {}
     for _ in range(n_fields):

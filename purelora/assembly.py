@@ -74,8 +74,9 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     data = data_load.load(settings, model.tokenizer)
     say(f"{data.report}\n{plan.describe_targets()}")
     total = settings.steps or (settings.epochs or 0) * data.train.steps_per_epoch
-    _check_warmup(settings, total)
     schedule_steps = settings.optim.schedule_steps or total
+    for problem in config.warmup_problems(settings.optim, schedule_steps):
+        raise errors.ConfigError(*problem)
     checkpoints = checkpoint.Checkpoints(
         pathlib.Path(settings.workdir) / "checkpoints", keep_last=settings.checkpoint.keep_last
     )
@@ -122,18 +123,6 @@ def fetch_progress(say: Say) -> Callable[[str, int, int], None]:
             say(f"{what}: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB")
 
     return report
-
-
-def _check_warmup(settings: config.Config, total_steps: int) -> None:
-    """With `epochs` the number of steps is known only when the data is."""
-    limit = settings.optim.schedule_steps or total_steps
-    if settings.optim.warmup_steps > limit:
-        raise errors.ConfigError(
-            "optim.warmup_steps",
-            settings.optim.warmup_steps,
-            f"is more than the {limit} steps there are",
-            "the learning rate would never reach optim.learning_rate",
-        )
 
 
 def _saved_step(

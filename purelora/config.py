@@ -471,11 +471,16 @@ def _contradictions(c: Config) -> list[_Found]:
         what, remedy = "has no effect with optim.name='adamw'", "set it to 0, or use optim.b1"
         found.append(("optim.momentum", c.optim.momentum, what, remedy))
     limit = c.optim.schedule_steps or c.steps
-    if limit is not None and c.optim.warmup_steps > limit:
-        what = f"is more than the {limit} steps there are"
-        remedy = "the learning rate would never reach optim.learning_rate"
-        found.append(("optim.warmup_steps", c.optim.warmup_steps, what, remedy))
-    return found
+    return found if limit is None else found + warmup_problems(c.optim, limit)
+
+
+def warmup_problems(optim: OptimConfig, limit: int) -> list[_Found]:
+    """What is wrong with a warm-up in `limit` steps; with `epochs` only the data tells them."""
+    if optim.warmup_steps <= limit:
+        return []
+    what = f"is more than the {limit} steps there are"
+    remedy = "the learning rate would never reach optim.learning_rate"
+    return [("optim.warmup_steps", optim.warmup_steps, what, remedy)]
 
 
 def _lora_problems(lora: LoraConfig) -> list[_Found]:

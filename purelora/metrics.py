@@ -10,8 +10,8 @@ record says 1). Numbers that are not finite stand as the strings "nan", "inf" an
             loss                    nats, mean over the step's trained tokens (by weight)
             tokens                  tokens of the step that are not padding
             trained_tokens          tokens of the step that the loss is taken over
-            tokens_per_sec          tokens / second; null for a step that compiled
-            trained_tokens_per_sec  trained tokens / second; null for a step that compiled
+            tokens_per_sec          tokens / second; null for a process's first step
+            trained_tokens_per_sec  trained tokens / second; null for a process's first step
             flops_per_sec           floating-point operations / second on all devices; null likewise
             learning_rate           -
             grad_norm               global norm of the mean gradient before clipping

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from purelora import config, info
+from purelora import config
 from purelora import tree as trees
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -64,9 +64,4 @@ def transformation(
 
 def decayed_leaves(infos: trees.Tree) -> trees.Tree:
     """Weight decay applies to matrices and adapters, not to norms and biases."""
-    flat = trees.flatten(infos)
-    return trees.unflatten({path: _is_matrix(leaf) for path, leaf in flat.items()})
-
-
-def _is_matrix(leaf: info.ParamInfo) -> bool:
-    return leaf.is_matrix
+    return trees.map_leaves(lambda leaf: leaf.is_matrix, infos)

@@ -108,7 +108,7 @@ def ours(dtype: str, qtype: str, scan: str, remat: str):
     model, plan = assembly.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
     loaded = assembly.load_weights(model, plan, lambda text: None)
     split = assembly.through_boundary(plan, loaded.tree)
-    tx = optim.transformation(plan.config.optim, optim.decayed_leaves(plan.trainable_infos))
+    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
     layout = assembly.layout_of(plan, tx)
     state = assembly.fresh_state(plan, layout, tx, split.trainable)
     step = assembly.train_step(plan, layout, tx, schedule_steps=100)

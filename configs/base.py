@@ -14,8 +14,13 @@ def optional(value: object, kind: type) -> config_dict.FieldReference:
 
 
 def either(value: object) -> config_dict.FieldReference:
-    """A key that takes a string or a list of strings."""
+    """A key that takes a list, or else a string or None."""
     return config_dict.FieldReference(value, field_type=object)
+
+
+def table(value: dict[str, float]) -> config_dict.FieldReference:
+    """A key that takes a dict; the names in it may have dots."""
+    return config_dict.FieldReference(value, field_type=dict)
 
 
 def get_config() -> config_dict.ConfigDict:
@@ -55,6 +60,9 @@ def get_config() -> config_dict.ConfigDict:
     c.sample_tokens = 48
     # Folder of the persistent compilation cache; "default": ~/.cache/purelora/compiled, None: off.
     c.compile_cache = optional("default", str)
+    # An adapter to start a fresh run from: the folder of a purelora run or of one of its steps, or
+    # a PEFT folder. Its ranks, scalings and targets must be those of lora.*. None: start anew.
+    c.init_adapter = optional(None, str)
 
     c.model = config_dict.ConfigDict()
     # A built-in model ("smollm2-135m", "tiny"), a Hugging Face folder, or a .gguf file.
@@ -75,9 +83,31 @@ def get_config() -> config_dict.ConfigDict:
     c.lora.target_modules = either("all-linear")
     # Modules to leave out, as a list or a regex.
     c.lora.exclude_modules = either(())
+    # Numbers of the layers to adapt, for "all-linear" or a list of names; None: all of them.
+    c.lora.layers_to_transform = either(None)
+    # Ranks and alphas of single modules: {regex: value}. A regex must match the end of a module's
+    # name from a dot on ("k_proj", "layers.3.self_attn.k_proj"); the first one that does counts.
+    c.lora.rank_pattern = table({})
+    c.lora.alpha_pattern = table({})
+    # Scale by lora_alpha / sqrt(r) (rsLoRA) instead of lora_alpha / r.
+    c.lora.use_rslora = False
+    # Learn a magnitude for each output channel beside the adapters' direction (DoRA).
+    c.lora.use_dora = False
+    # How adapters begin. "default": lora_a uniform and lora_b zero; "gaussian": lora_a normal with
+    # standard deviation 1 / r. Out of the weights, which then hold the rest: "pissa" (largest
+    # singular values), "olora" (QR); "loftq": what quantisation takes from the weights.
+    c.lora.init_lora_weights = "default"
+    # Modules to train in full beside the adapters ("lm_head", "embed_tokens", "norm"), in float32.
+    # A tied embedding stays tied.
+    c.lora.modules_to_save = ()
+    # Rows of the embedding to train, by token id; for a tied model they are rows of the head too.
+    c.lora.trainable_token_indices = ()
+    # Train the model's own biases: "none", "all", or "lora_only" those of adapted modules.
+    c.lora.bias = "none"
 
     c.quant = config_dict.ConfigDict()
-    # Type of the frozen base's matrices: "none" or "int8".
+    # Type of the frozen base's matrices: "none", "int8", "fp8" (float8_e4m3fn), "int4" or "nf4"
+    # (QLoRA's, usually with tile_size=64).
     c.quant.qtype = "none"
     # Inputs that share a scale; None: one scale per output channel.
     c.quant.tile_size = optional(None, int)
@@ -121,6 +151,9 @@ def get_config() -> config_dict.ConfigDict:
     c.optim.eps = 1e-8
     # Momentum of SGD.
     c.optim.momentum = 0.0
+    # LoRA+: the learning rate of lora_b (and of magnitudes and biases) is so many times that of
+    # the rest.
+    c.optim.loraplus_lr_ratio = 1.0
     # Decoupled weight decay, on adapters and matrices only.
     c.optim.weight_decay = 0.0
     # Largest global norm of the gradient; None: no clipping.
@@ -137,8 +170,22 @@ def get_config() -> config_dict.ConfigDict:
     c.checkpoint = config_dict.ConfigDict()
     # Save every so many steps, and at the end; None: only at the end.
     c.checkpoint.save_steps = optional(None, int)
-    # How many checkpoints to keep.
+    # Save also at the first step that ends so many seconds after the last save; None: not by time.
+    c.checkpoint.save_secs = optional(None, float)
+    # Save the first step too and wait for it, so that a disk that cannot be written to ends the run
+    # at once and not after hours.
+    c.checkpoint.save_first = True
+    # Save the frozen base too: a checkpoint is then a whole model.
+    c.checkpoint.save_base = False
+    # Train on while a checkpoint is being written; the step waits only for the copy to the host.
+    c.checkpoint.async_save = True
+    # How many of the newest checkpoints to keep.
     c.checkpoint.keep_last = 2
+    # Keep the steps that are multiples of this as well; None: none of them.
+    c.checkpoint.keep_every = optional(None, int)
+    # Keep the checkpoint with the lowest eval loss as well; eval_steps must be a multiple of
+    # save_steps.
+    c.checkpoint.keep_best = False
     # "auto": continue the run in workdir if there is one; "must": fail if there is none;
     # "never": fail if there is one. A run is continued with the settings it began with. Only these
     # may change: workdir, steps, epochs, eval_steps, log_steps, nan_policy, sample_*,

@@ -2,25 +2,41 @@
 
 import dataclasses
 import functools
-import pathlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import tqdm
 from jax.sharding import PartitionSpec as P
 
 import purelora
-from purelora import boundary, checkpoint, compilation, config, errors, info, optim, specs
+from purelora import (
+    artefact,
+    boundary,
+    checkpoint,
+    compilation,
+    config,
+    errors,
+    factoring,
+    info,
+    optim,
+    resuming,
+    run_model,
+    specs,
+)
 from purelora import plan as plans
+from purelora import start as starts
 from purelora import state as states
 from purelora import step as steps
 from purelora import tree as trees
 from purelora.data import load as data_load
-from purelora.io import builtin
+from purelora.io import builtin, peft
 from purelora.io import load as weights
+from purelora.io import source as sources
 from purelora.models import causal_lm
 
 Say = Callable[[str], None]
@@ -40,6 +56,7 @@ class Run:
       total_steps: the step at which the run ends.
       checkpoints: where the run saves.
       meta: what is stored with each checkpoint and must agree when the run is continued.
+      extras: trees that are saved beside the state.
     """
 
     plan: plans.Plan
@@ -51,6 +68,7 @@ class Run:
     total_steps: int
     checkpoints: checkpoint.Checkpoints
     meta: Mapping[str, Any]
+    extras: Mapping[str, trees.Tree]
 
     @property
     def settings(self) -> config.Config:
@@ -61,10 +79,16 @@ class Run:
         return jax.device_put(batch, specs.shardings(specs.BATCH_SPEC, self.plan.mesh))
 
 
-def open_and_plan(settings: config.Config, say: Say) -> tuple[builtin.Model, plans.Plan]:
-    """Opens the model (fetching it if need be) and resolves the run, without reading weights."""
-    model = builtin.open_model(settings.model.path, progress=fetch_progress(say))
-    plan = plans.make(settings, model.source.config, model.source.path, jax.devices())
+def open_and_plan(
+    settings: config.Config, say: Say, devices: Sequence[jax.Device] | None = None
+) -> tuple[builtin.Model, plans.Plan]:
+    """Opens the model (fetching it if need be) and resolves the run, without reading weights.
+
+    It runs on `devices`, by default all there are.
+    """
+    model = run_model.open_model(settings.model.path, progress=fetch_progress(say))
+    used = jax.devices() if devices is None else devices
+    plan = plans.make(settings, model.source.config, model.source.path, used)
     return model, plan
 
 
@@ -77,27 +101,20 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     schedule_steps = settings.optim.schedule_steps or total
     for problem in config.warmup_problems(settings.optim, schedule_steps):
         raise errors.ConfigError(*problem)
-    checkpoints = checkpoint.Checkpoints(
-        pathlib.Path(settings.workdir) / "checkpoints", keep_last=settings.checkpoint.keep_last
-    )
-    saved = _saved_step(settings, checkpoints, say)
+    checkpoints = resuming.open_checkpoints(settings)
+    saved = resuming.saved_step(settings, checkpoints, say)
 
-    loaded = load_weights(model, plan, say)
-    meta = _meta(plan, loaded, data, schedule_steps)
-    if saved is not None:
-        checkpoint.check_resumable(checkpoints.meta(saved), meta, config.RESUMABLE)
-    split = through_boundary(plan, loaded.tree)
+    begin = begin_fresh if saved is None else functools.partial(begin_again, checkpoints, saved)
+    beginning = begin(model, plan, say)
+    meta = _meta(model, plan, beginning, data, schedule_steps)
+    split = through_boundary(plan, beginning.start)
 
-    tx = optim.transformation(settings.optim, optim.decayed_leaves(plan.trainable_infos))
+    tx = optim.transformation(settings.optim, plan.trainable_infos)
     layout = layout_of(plan, tx)
     state = fresh_state(plan, layout, tx, split.trainable)
     if saved is not None:
         say(f"resuming from step {saved}")
-        state = checkpoints.restore(saved, _abstract(state))
-        if int(state.step) != saved:
-            folder = f"{settings.workdir}/checkpoints/{saved}"
-            what = f"holds the state of step {int(state.step)}"
-            raise errors.CheckpointError(folder, None, what, "give the folder its own number back")
+        state = resuming.restored(checkpoints, saved, _abstract(state), meta)
     run = Run(
         plan=plan,
         model=model,
@@ -108,6 +125,7 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
         total_steps=total,
         checkpoints=checkpoints,
         meta=meta,
+        extras=_extras(settings, split.base, beginning.initial),
     )
     return _compiled(run, state, say), state
 
@@ -125,35 +143,18 @@ def fetch_progress(say: Say) -> Callable[[str, int, int], None]:
     return report
 
 
-def _saved_step(
-    settings: config.Config, checkpoints: checkpoint.Checkpoints, say: Say
-) -> int | None:
-    """The step to continue from, None for a fresh run; by `checkpoint.resume`."""
-    found, mode = checkpoints.steps(), settings.checkpoint.resume
-    if checkpoints.incomplete():
-        say(f"passed over incomplete checkpoints: {', '.join(checkpoints.incomplete())}")
-    if mode == "must" and not found:
-        raise errors.CheckpointError(
-            "checkpoint.resume",
-            mode,
-            f"there is no checkpoint in {settings.workdir}",
-            "set workdir to a run's folder, or checkpoint.resume='auto'",
-        )
-    if mode == "never" and found:
-        raise errors.CheckpointError(
-            "checkpoint.resume",
-            mode,
-            f"{settings.workdir} holds a run with a checkpoint at step {found[-1]}",
-            "choose another workdir, or remove that folder",
-        )
-    return found[-1] if found else None
+def load_weights(
+    model: builtin.Model,
+    plan: plans.Plan,
+    say: Say,
+    split: factoring.WeightSplit | None = None,
+) -> weights.Loaded:
+    """Reads the weights into their final dtype, quantisation and placement.
 
-
-def load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.Loaded:
-    """Reads the base into its final dtype, quantisation and placement."""
-    infos = plan.base_infos or plan.trainable_infos
-    placed = plan.base_specs or plan.trainable_specs
+    That is the base, and beside it what is trained whole. `split` takes adapters out on the way.
+    """
     start = time.perf_counter()
+    infos, placed = plan.loaded
     with tqdm.tqdm(desc="weights", unit="tensor", leave=False, disable=None) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -161,27 +162,136 @@ def load_weights(model: builtin.Model, plan: plans.Plan, say: Say) -> weights.Lo
             bar.update(done - bar.n)
 
         placement = specs.shardings(placed, plan.mesh)
-        loaded = weights.load(model.source, plan.model, infos, placement, progress)
+        loaded = _as_saved(model.source, infos, placement) or weights.load(
+            model.source, plan.model, infos, placement, progress, split
+        )
     jax.block_until_ready(loaded.tree)
     say(
-        f"base: {plans.bytes_by_dtype(infos)} bytes, "
+        f"base: {plans.bytes_by_dtype(plan.base_infos or infos)} bytes, "
         f"read in {time.perf_counter() - start:.1f} s, fingerprint {loaded.fingerprint[:12]}"
     )
     return loaded
 
 
-def through_boundary(plan: plans.Plan, base: trees.Tree) -> boundary.Split:
-    """Base and fresh adapters into the NNX module, and out of it as trained and frozen trees."""
-    adapters: trees.Tree = {}
-    if plan.config.lora.enabled:
-        make = functools.partial(info.initial_tree, plan.trainable_infos)
-        placed = specs.shardings(plan.trainable_specs, plan.mesh)
-        adapters = jax.jit(lambda key: make(key=key), out_shardings=placed)(
-            jax.random.key(plan.config.seed)
-        )
+def _as_saved(
+    source: sources.Source, infos: trees.Tree, placement: trees.Tree
+) -> weights.Loaded | None:
+    """The base that a run saved, if it is in this very layout: quantised codes stay the same."""
+    if not isinstance(source, run_model.RunSource) or source.identity is None:
+        return None
+    leaves = source.in_layout(trees.flatten(infos))
+    if leaves is None:
+        return None
+    return weights.Loaded(jax.device_put(trees.unflatten(leaves), placement), source.identity)
+
+
+class Beginning(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+      start: its base and its trained leaves.
+      initial: the adapters that were taken out of the weights; empty if none were.
+      fingerprint: identity of the base before that.
+    """
+
+    start: starts.Start
+    initial: trees.Tree
+    fingerprint: str
+
+
+def begin_fresh(model: builtin.Model, plan: plans.Plan, say: Say) -> Beginning:
+    """The beginning of a new run: weights as read, adapters fresh or from `init_adapter`."""
+    warm = _open_warm(plan)
+    split = _weight_split(plan, None)
+    loaded = load_weights(model, plan, say, split)
+    adapters = None
+    if warm is not None:
+        artefact.check_base(warm.adapter, loaded.fingerprint)
+        artefact.check_copies(warm.attached, loaded.tree)
+        notes = "".join(f"; {note}" for note in warm.attached.notes)
+        say(f"adapters from {plan.config.init_adapter}{notes}")
+        adapters = warm.attached.trainable
+    initial = split.tree() if split else {}
+    start = starts.start_of(plan, loaded.tree, initial=initial, adapters=adapters)
+    return Beginning(start, initial, loaded.fingerprint)
+
+
+def begin_again(
+    checkpoints: checkpoint.Checkpoints, step: int, model: builtin.Model, plan: plans.Plan, say: Say
+) -> Beginning:
+    """The beginning of a run that goes on from `step`; its trained leaves are still to be restored.
+
+    The base comes from the checkpoint if that holds one, and from the model otherwise.
+    """
+    settings, meta = plan.config, checkpoints.meta(step)
+    if settings.init_adapter is not None:
+        say(f"init_adapter is ignored: the run goes on from its own step {step}")
+    saved = {}
+    if settings.lora.init_lora_weights in factoring.INITS and "initial" in checkpoints.extras(step):
+        saved = checkpoints.leaves(step, "initial")
+    if "base" in checkpoints.extras(step):
+        placed = specs.shardings(plan.base_specs, plan.mesh)
+        like = jax.tree.map(_abstract_leaf, plan.base_infos, placed)
+        base = checkpoints.restore_extra(step, "base", like)
+        say(f"base: from the checkpoint, fingerprint {meta['base_fingerprint'][:12]}")
+        start = starts.to_be_restored(plan, base)
+        return Beginning(start, trees.unflatten(saved), meta["base_fingerprint"])
+    split = _weight_split(plan, saved)
+    loaded = load_weights(model, plan, say, split)
+    initial = split.tree() if split else {}
+    return Beginning(starts.to_be_restored(plan, loaded.tree), initial, loaded.fingerprint)
+
+
+class _Warm(NamedTuple):
+    adapter: peft.Adapter
+    attached: artefact.Attached
+
+
+def _open_warm(plan: plans.Plan) -> _Warm | None:
+    """The adapter that `init_adapter` names, checked against what the run trains."""
+    path = plan.config.init_adapter
+    if path is None:
+        return None
+    adapter = artefact.open_adapter(path)
+    attached = artefact.attach(adapter, plan.model, base_fingerprint=None)
+    problems = artefact.differences(attached.model.adaptation, plan.model.adaptation, path)
+    if problems:
+        what = f"does not fit lora.* of this run: {len(problems)} differences"
+        head = errors.Problem("init_adapter", path, what, "set lora.* to what it was trained with")
+        raise errors.ConfigError.of([head, *errors.first(problems, path)])
+    return _Warm(adapter, attached)
+
+
+def _weight_split(
+    plan: plans.Plan, saved: Mapping[str, np.ndarray] | None
+) -> factoring.WeightSplit | None:
+    """What takes adapters out of the weights, for initial values that come from these."""
+    init = plan.config.lora.init_lora_weights
+    if not plan.config.lora.enabled or init not in factoring.INITS:
+        return None
+    return factoring.WeightSplit(init, plan.model.adaptation.targets, saved)
+
+
+def _abstract_leaf(leaf: info.ParamInfo, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
+
+
+def _extras(
+    settings: config.Config, base: trees.Tree, initial: trees.Tree
+) -> dict[str, trees.Tree]:
+    """What a checkpoint holds beside the state."""
+    saves_base = settings.checkpoint.save_base and settings.lora.enabled
+    return ({"base": base} if saves_base else {}) | ({"initial": initial} if initial else {})
+
+
+def through_boundary(plan: plans.Plan, start: starts.Start) -> boundary.Split:
+    """Base and adapters into the NNX module, and out of it as trained and frozen trees."""
+    lora = plan.config.lora
+    base, adapters = (start.base, start.trainable) if lora.enabled else (start.trainable, {})
     placed_specs = trees.combine(plan.base_specs, plan.trainable_specs)
     module = boundary.wrap(base, adapters, placed_specs, plan.model.logits)
-    return boundary.split(module, boundary.trainable_filter(plan.config.lora.enabled))
+    trainable = boundary.trainable_filter(lora.enabled, plan.model.adaptation.full)
+    return boundary.split(module, trainable)
 
 
 def layout_of(plan: plans.Plan, tx: optax.GradientTransformation) -> steps.Layout:
@@ -227,7 +337,11 @@ def _abstract(tree: Any) -> Any:
 
 
 def _meta(
-    plan: plans.Plan, loaded: weights.Loaded, data: data_load.RunData, schedule_steps: int
+    model: builtin.Model,
+    plan: plans.Plan,
+    beginning: Beginning,
+    data: data_load.RunData,
+    schedule_steps: int,
 ) -> dict[str, Any]:
     # Without a decay nothing depends on where it would end, and the run may be lengthened.
     decays = plan.config.optim.schedule != "constant"
@@ -235,11 +349,16 @@ def _meta(
     # The fingerprint is of the tensors; what config.json makes of them must be the same too.
     sizes = {f"config.json: {k}": v for k, v in dataclasses.asdict(plan.model.config).items()}
     settings = config.as_flat(plan.config) | resolved | sizes
+    lora = plan.config.lora
+    path = plan.config.model.path
+    adaptation = artefact.record(plan.model, lora, path) if lora.enabled else None
     return {
         "config": settings,
-        "base_fingerprint": loaded.fingerprint,
+        "base_fingerprint": beginning.fingerprint,
         "data_fingerprint": data.fingerprint,
         "versions": {"purelora": purelora.__version__, "jax": jax.__version__},
+        "adaptation": adaptation,
+        "model_config": dict(model.source.config),
     }
 
 

@@ -5,7 +5,7 @@ filter (`split`), and trained pytrees go back (`merge`). Training gets its two t
 and in no other way.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,9 +77,22 @@ def wrap(base: trees.Tree, adapters: trees.Tree, specs: trees.Tree, apply: Apply
     return LanguageModel(trees.combine(base, adapters), specs, apply)
 
 
-def trainable_filter(lora_enabled: bool) -> Any:
-    """What is trained: the adapters with LoRA, every parameter without."""
-    return nnx.LoRAParam if lora_enabled else nnx.Param
+def trainable_filter(lora_enabled: bool, full: Sequence[str] = ()) -> Any:
+    """What is trained: with LoRA the adapters and the leaves called `full`, else every parameter.
+
+    Args:
+      lora_enabled: whether there are adapters.
+      full: dotted paths of leaves that are trained whole.
+    """
+    if not lora_enabled:
+        return nnx.Param
+    paths = set(full)
+
+    def is_full(path: tuple[Any, ...], value: Any) -> bool:
+        del value
+        return ".".join(map(str, path)) in paths
+
+    return nnx.Any(nnx.LoRAParam, is_full)
 
 
 class Split(NamedTuple):

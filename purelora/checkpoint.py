@@ -1,38 +1,64 @@
 """Checkpoints of a run: the whole train state and what it belongs to, one folder a step.
 
-    <workdir>/checkpoints/<step>/state    arrays, one leaf per dotted path of the state (orbax)
-                         /meta            JSON: config, fingerprints, versions, data position
+    <workdir>/checkpoints/<step>/state            arrays, one leaf per dotted path (orbax)
+                         /meta                    JSON: config, fingerprints, versions, eval loss
+                         /base, /initial          more arrays, where a run saves them
+                         /manifest.json           sizes and SHA-256 sums of all files, written last
 
-Orbax writes a step under a temporary name and renames it when all of it is on disk, so a killed
-save never looks complete. Restoring is strict: every leaf must have the shape and dtype that is
-wanted. Nothing is cast, cut, padded, zero-filled or skipped.
+A step is complete once it has its manifest, and whole while all its files are as the manifest says;
+nothing is read from a step that is not whole. So neither a killed save nor a flipped bit gets into
+a run. Restoring is strict: every leaf must have the shape and dtype that is wanted. Nothing is
+cast, cut, padded, zero-filled or skipped.
 
 This is the only module that imports orbax.
 """
 
+import concurrent.futures
 import dataclasses
-import functools
 import json
 import logging
+import os
 import shutil
+import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from purelora import errors, state
+from purelora import checkpoint_fit, errors, manifest, retention, state
+from purelora import checkpoint_items as items
+from purelora import tree as trees
 
-# Files and folders that a complete step has. Orbax itself accepts any folder with a number for a
-# name, also one that was half copied.
-_PARTS = ("commit_success.txt", "_CHECKPOINT_METADATA", "state", "meta")
+# What a step may hold beside `state` and `meta`.
+EXTRAS = ("base", "initial")
 
-_FINGERPRINTS = {
-    "base_fingerprint": "the base is not the one that this run was started with",
-    "data_fingerprint": "the training data is not that which this run was started with",
-}
+_NOTHING: Mapping[str, trees.Tree] = types.MappingProxyType({})
+_TMP_SUFFIX = ocp.utils.TMP_DIR_SUFFIX
+# What orbax adds to the arrays; measured at 25 kB for 52 of them.
+_OVERHEAD_BYTES = 1_000_000
+
+
+class PassedOver(NamedTuple):
+    """A folder newer than the step that is used, and what is wrong with it.
+
+    Attributes:
+      problem: names the folder.
+      is_damage: it was complete once. Otherwise a save was killed, which loses nothing.
+    """
+
+    problem: errors.Problem
+    is_damage: bool
+
+
+class Newest(NamedTuple):
+    """The newest whole step, None if there is none, and the newer folders that are not whole."""
+
+    step: int | None
+    passed_over: tuple[PassedOver, ...]
 
 
 class Checkpoints:
@@ -41,63 +67,111 @@ class Checkpoints:
     Nothing is created before the first `save`, so a folder can be opened just to read it.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int):
-        """Opens `folder`; a save leaves the `keep_last` newest steps (at least 1)."""
-        logging.getLogger("absl").addFilter(_without_orbax_chatter)
+    def __init__(self, folder: Path, keep: retention.Policy, *, in_background: bool):
+        """Opens `folder`.
+
+        Args:
+          folder: holds, or will hold, a folder for each step.
+          keep: which steps a save leaves.
+          in_background: `save` returns when it has copied the state, and a thread writes it.
+        """
+        logging.getLogger("absl").addFilter(_is_for_users)
         self._folder = folder.absolute()
-        self._keep_last = keep_last
-        self._orbax = ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(
-                state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler()
-            )
-        )
+        self._keep = keep
+        self._in_background = in_background
+        # One thread, hence one save at a time.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: concurrent.futures.Future[None] | None = None
+        self._verified: dict[int, object] = {}
+        self._damaged: set[int] = set()
+        # Compression takes half of a save's time and spares 7 % of float32 weights.
+        arrays = {
+            name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ("state", *EXTRAS)
+        }
+        handler = ocp.CompositeCheckpointHandler(meta=ocp.JsonCheckpointHandler(), **arrays)
+        self._orbax = ocp.Checkpointer(handler)
 
     def steps(self) -> list[int]:
-        """The complete steps, ascending."""
-        if not self._folder.is_dir():
-            return []
-        numbers = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
-        return sorted(step for step in set(numbers) if self._is_complete(step))
+        """The complete steps, ascending; whether they are whole is not looked at."""
+        return [number for number in self._numbers() if manifest.exists(self._path(number))]
 
-    def incomplete(self) -> list[str]:
-        """Names of the step folders that hold no complete checkpoint."""
-        if not self._folder.is_dir():
-            return []
-        names = [path.name for path in self._folder.iterdir() if path.name.isdecimal()]
-        return sorted((n for n in names if not self._is_complete(int(n))), key=int)
+    def newest_whole(self) -> Newest:
+        """Looks for the newest whole step, from the newest folder down."""
+        unfinished = [self._folder / name for name in self._unfinished()]
+        passed_over = [PassedOver(_unfinished(path), is_damage=False) for path in unfinished]
+        for step in reversed(self._numbers()):
+            damage = self._damage(step)
+            if damage is None:
+                return Newest(step, tuple(passed_over))
+            is_damage = manifest.exists(self._path(step))
+            passed_over.append(PassedOver(damage, is_damage))
+            if is_damage:
+                self._damaged.add(step)
+        return Newest(None, tuple(passed_over))
 
-    def save(self, step: int, state: state.TrainState, meta: Mapping[str, Any]) -> None:
-        """Writes a step, waits until it is complete, then deletes the steps beyond `keep_last`.
+    def save(
+        self,
+        step: int,
+        state: state.TrainState,
+        meta: Mapping[str, Any],
+        extras: Mapping[str, trees.Tree] = _NOTHING,
+    ) -> None:
+        """Deletes what killed saves left, saves a step, and deletes the steps not to be kept.
+
+        In the background, this first waits for the save before, and then only until `state` is
+        copied: it may be donated at once. `extras` are read later and must not be donated.
 
         Args:
           step: the state's step.
           state: arrays, on any mesh.
-          meta: what JSON can hold. Tuples come back as lists.
+          meta: what JSON can hold; with its `eval_loss`, or None, if the best is kept. Tuples come
+            back as lists.
+          extras: more trees of arrays, by names of `EXTRAS`; leaves may be int4 or uint4.
 
         Raises:
-          CheckpointError: there is a complete checkpoint of this step, or it cannot be written.
+          CheckpointError: there is a whole checkpoint of this step, or it (or, in the background,
+            the save before) cannot be written.
         """
+        self.wait()
         path = self._path(step)
-        if self._is_complete(step):
+        if self._damage(step) is None:
             remedy = "choose another workdir, or delete the folder"
             raise errors.CheckpointError(str(path), None, "already holds this step", remedy)
-        flat = _flat(state)
-        impls = {
-            name: str(jax.random.key_impl(leaf)) for name, leaf in flat.items() if _is_key(leaf)
-        }
-        arrays = {
-            name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-            for name, leaf in flat.items()
-        }
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(arrays, custom_metadata={"key_impls": impls}),
-            meta=ocp.args.JsonSave(dict(meta)),
-        )
-        with _Explained(path, "cannot be written", "free some space, or check the permissions"):
-            # `force` lets orbax replace a folder of this step that is not complete.
-            self._orbax.save(path, args=items, force=True)
-        if jax.process_index() == 0:
-            self._delete_old(step)
+        plain_meta = json.loads(json.dumps(dict(meta)))
+        item = items.encoded(state, copy=True)
+        self._saving = self._thread.submit(self._write, step, item, plain_meta, extras)
+        if not self._in_background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for a save that is being written.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def check_fits(
+        self, step: int, like: state.TrainState, now: Mapping[str, Any], resumable: Sequence[str]
+    ) -> None:
+        """Checks that a run can continue a step.
+
+        Args:
+          step: a whole step.
+          like: the run's state, as for `restore`.
+          now: the run's meta: see `checkpoint_fit.setting_problems`.
+          resumable: config keys that may differ.
+
+        Raises:
+          CheckpointError: there is no such step, it is damaged, or it belongs to another run:
+            settings, fingerprints and leaves that differ are all named.
+        """
+        settings = checkpoint_fit.setting_problems(self.meta(step), now, resumable)
+        leaves = self._leaf_problems(step, "state", like)
+        if settings or leaves:
+            raise errors.CheckpointError.of([*settings, *leaves])
 
     def restore(self, step: int, like: state.TrainState) -> state.TrainState:
         """The state of a step, bit for bit.
@@ -111,26 +185,31 @@ class Checkpoints:
           CheckpointError: there is no such step, it is damaged, or leaves of it differ from `like`
             in path, shape or dtype. All those leaves are named, and no array has been read yet.
         """
-        path = self._complete_path(step)
-        saved, impls = self._saved(path)
-        wanted = _flat(like)
-        problems = list(_differences(saved, wanted))
-        if problems:
-            what = f"does not fit this run: {len(problems)} leaves of the state differ"
-            remedy = "set the config back to that of the checkpoint, or choose another workdir"
-            head = errors.Problem(str(path), None, what, remedy)
-            raise errors.CheckpointError.of([head, *problems])
-
-        arrays = {name: _key_data(leaf) if _is_key(leaf) else leaf for name, leaf in wanted.items()}
-        with _damaged(path):
-            read = self._orbax.restore(
-                path, args=ocp.args.Composite(state=ocp.args.StandardRestore(arrays))
-            )["state"]
-        for name, impl in impls.items():
-            read[name] = jax.random.wrap_key_data(read[name], impl=impl)
-        leaves = [read[name] for name in wanted]
-        restored: state.TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        restored: state.TrainState = self._restored(step, "state", like)
         return restored
+
+    def restore_extra(self, step: int, name: str, like: trees.Tree) -> trees.Tree:
+        """One of the `extras` of a step, bit for bit; otherwise as `restore`."""
+        restored: trees.Tree = self._restored(step, name, like)
+        return restored
+
+    def extras(self, step: int) -> list[str]:
+        """Which of `EXTRAS` a step holds."""
+        return [name for name in EXTRAS if (self._path(step) / name).is_dir()]
+
+    def leaves(self, step: int, item: str, prefix: str = "") -> dict[str, np.ndarray]:
+        """The arrays of `state` or of an extra by dotted path, without saying what is wanted.
+
+        Args:
+          step: one of `steps()`.
+          item: "state" or one of `EXTRAS`.
+          prefix: only paths that begin so; it is left on.
+
+        Raises:
+          CheckpointError: there is no such step or item, or it is damaged.
+        """
+        read = self._read(self._whole_path(step), item)
+        return {name: leaf for name, leaf in read.items() if name.startswith(prefix)}
 
     def meta(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the state.
@@ -138,141 +217,228 @@ class Checkpoints:
         Raises:
           CheckpointError: there is no such step, or it is damaged.
         """
-        path = self._complete_path(step)
-        with _damaged(path):
-            items = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            meta: dict[str, Any] = self._orbax.restore(path, args=items)["meta"]
+        path = self._whole_path(step)
+        meta = self._read_meta(path)
         if not isinstance(meta.get("config"), dict):
             what = "is damaged: its meta holds no config"
             raise errors.CheckpointError(str(path), None, what, "delete the folder")
         return meta
 
     def close(self) -> None:
-        """Frees what orbax holds. Every save is complete when it returns, so none is lost."""
+        """Waits for a save that is being written, whatever becomes of it, and frees all threads."""
+        self._thread.shutdown(wait=True)
         self._orbax.close()
 
-    def _saved(self, path: Path) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, str]]:
-        """Shape and dtype of every saved leaf, and the implementations of those that are keys."""
+    def _write(
+        self, step: int, item: items.Item, meta: dict[str, Any], extras: Mapping[str, trees.Tree]
+    ) -> None:
+        """Writes a step and its manifest, then deletes what is not kept."""
+        path = self._path(step)
+        with _Explained(path, "cannot be written", "free some space, or check the permissions"):
+            all_items = {"state": item}
+            all_items |= {name: items.encoded(tree, copy=False) for name, tree in extras.items()}
+            try:
+                self._write_items(path, all_items, meta)
+            except Exception:
+                if not manifest.exists(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                self._delete_unfinished()
+                raise
+            self._damaged.discard(step)
+            self._delete_old(step)
+
+    def _write_items(
+        self, path: Path, all_items: Mapping[str, items.Item], meta: dict[str, Any]
+    ) -> None:
+        self._delete_unfinished()
+        _check_space(path, sum(a.nbytes for i in all_items.values() for a in i.arrays.values()))
+        arguments = {
+            name: ocp.args.PyTreeSave(item.arrays, custom_metadata=item.notes)
+            for name, item in all_items.items()
+        }
+        # `force` replaces a folder of this step that is not whole.
+        self._orbax.save(
+            path, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **arguments), force=True
+        )
+        manifest.write(path)
+
+    def _restored(self, step: int, item: str, like: Any) -> Any:
+        path = self._whole_path(step)
+        problems = self._leaf_problems(step, item, like)
+        if problems:
+            raise errors.CheckpointError.of(problems)
+        read = self._read(path, item)
+        # The sharding of keys fits their data too, which have a dimension more.
+        placed = {
+            name: jax.device_put(read.pop(name), leaf.sharding)
+            for name, leaf in items.flat(like).items()
+        }
+        for name, impl in self._saved(path, item)[1]["key_impls"].items():
+            placed[name] = jax.random.wrap_key_data(placed[name], impl=impl)
+        return jax.tree.unflatten(jax.tree.structure(like), list(placed.values()))
+
+    def _leaf_problems(self, step: int, item: str, like: Any) -> list[errors.Problem]:
+        path = self._whole_path(step)
+        saved, _ = self._saved(path, item)
+        problems = list(checkpoint_fit.leaf_problems(saved, items.flat(like)))
+        if not problems:
+            return []
+        what = f"does not fit this run: {len(problems)} leaves of the {item} differ"
+        remedy = "set the config back to that of the checkpoint, or choose another workdir"
+        return [errors.Problem(str(path), None, what, remedy), *problems]
+
+    def _saved(self, path: Path, item: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shape and dtype of every leaf of an item as it was given, and orbax's notes on it."""
+        if not (path / item).is_dir():
+            remedy = "it was saved without" if item in EXTRAS else "it is none of purelora's"
+            raise errors.CheckpointError(str(path), None, f"holds no {item!r}", remedy)
         with _damaged(path):
-            metadata = self._orbax.metadata(path).item_metadata["state"]
-            if metadata is None:
-                raise FileNotFoundError("the metadata of the state is missing")
-            impls: dict[str, str] = metadata.custom_metadata["key_impls"]
-            leaves = {
+            metadata = self._orbax.metadata(path).item_metadata[item]
+            notes: dict[str, Any] = metadata.custom_metadata
+            leaves: dict[str, Any] = {
                 name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
                 for name, leaf in metadata.tree.items()
             }
-            for name, impl in impls.items():
-                leaves[name] = _key_of(leaves[name], impl)
-        return leaves, impls
+        for name, impl in notes["key_impls"].items():
+            leaves[name] = items.key_of(leaves[name], impl)
+        for name, whole in notes["packed"].items():
+            leaves[name] = jax.ShapeDtypeStruct(whole["shape"], np.dtype(whole["dtype"]))
+        return leaves, notes
+
+    def _read(self, path: Path, item: str) -> dict[str, np.ndarray]:
+        """All leaves of an item; keys as their data."""
+        saved, notes = self._saved(path, item)
+        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in saved}
+        arguments = {item: ocp.args.PyTreeRestore(restore_args=as_numpy)}
+        with _damaged(path):
+            read = self._orbax.restore(path, args=ocp.args.Composite(**arguments))[item]
+        return {
+            name: items.unpacked(leaf, **notes["packed"][name]) if name in notes["packed"] else leaf
+            for name, leaf in read.items()
+        }
+
+    def _read_meta(self, path: Path) -> dict[str, Any]:
+        with _damaged(path):
+            arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            meta: dict[str, Any] = self._orbax.restore(path, args=arguments)["meta"]
+        return meta
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
-    def _is_complete(self, step: int) -> bool:
-        return all((self._path(step) / part).exists() for part in _PARTS)
+    def _numbers(self) -> list[int]:
+        """Of the entries that have a number for a name, that number; ascending."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
 
-    def _complete_path(self, step: int) -> Path:
+    def _unfinished(self) -> list[str]:
+        """Names of what killed saves and deletions left."""
+        return sorted(path.name for path in self._folder.glob(f"*{_TMP_SUFFIX}*"))
+
+    def _damage(self, step: int) -> errors.Problem | None:
+        """What keeps a step from being whole; a folder is read again only when it has changed."""
         path = self._path(step)
-        if not self._is_complete(step):
+        if not manifest.exists(path):
+            return _unfinished(path)
+        stamp = manifest.stamp(path)
+        if step in self._verified and self._verified[step] == stamp:
+            return None
+        damage = manifest.damage(path)
+        if damage is not None:
+            remedy = "delete the folder to continue from an earlier step"
+            return errors.Problem(str(path), None, f"is damaged: {damage}", remedy)
+        self._verified[step] = stamp
+        return None
+
+    def _whole_path(self, step: int) -> Path:
+        problem = self._damage(step)
+        if problem is not None:
             steps = ", ".join(map(str, self.steps())) or "none"
-            remedy = f"complete steps in this folder: {steps}"
-            raise errors.CheckpointError(str(path), None, "is not a complete checkpoint", remedy)
-        return path
+            remedy = f"{problem.remedy}; complete steps in this folder: {steps}"
+            raise errors.CheckpointError.of([dataclasses.replace(problem, remedy=remedy)])
+        return self._path(step)
+
+    def _delete_unfinished(self) -> None:
+        """Gives back the space of what killed and failed saves left, as far as that is possible."""
+        for name in self._unfinished():
+            shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _delete_old(self, saved: int) -> None:
-        """Deletes what killed saves left, and all but the newest steps and `saved`."""
-        suffix = ocp.utils.TMP_DIR_SUFFIX
-        for path in self._folder.glob(f"*{suffix}"):
-            shutil.rmtree(path)
-        others = [step for step in self.steps() if step != saved]
-        for step in others[: max(0, len(others) - (self._keep_last - 1))]:
-            # Renamed first: a folder that is half deleted must not look complete.
-            shutil.rmtree(self._path(step).rename(self._folder / f"{step}{suffix}"))
+        """Deletes the whole steps that are not to be kept."""
+        steps = [step for step in self.steps() if step not in self._damaged]
+        keep = retention.kept(self._keep, {step: self._eval_loss(step) for step in steps}, saved)
+        for step in steps:
+            if step not in keep:
+                # Renamed first: a folder that is half deleted must not look damaged.
+                shutil.rmtree(self._path(step).rename(self._folder / f"{step}{_TMP_SUFFIX}"))
+
+    def _eval_loss(self, step: int) -> float | None:
+        if not self._keep.best:
+            return None
+        loss: float | None = self._read_meta(self._path(step))["eval_loss"]
+        return loss
 
 
-def check_resumable(
-    saved: Mapping[str, Any], now: Mapping[str, Any], resumable: Sequence[str]
-) -> None:
-    """Checks that a run can continue what a checkpoint holds.
+def to_read(folder: Path) -> Checkpoints:
+    """The checkpoints in a folder, to which nothing will be saved."""
+    policy = retention.Policy(last=1, every=None, best=False)
+    return Checkpoints(folder, policy, in_background=False)
+
+
+def find(path: Path) -> tuple[Checkpoints, int]:
+    """The newest whole checkpoint of a run, to read from.
 
     Args:
-      saved: the checkpoint's meta: `config` (flat, by dotted key), and `base_fingerprint` and
-        `data_fingerprint`. Other entries are not compared.
-      now: the same of the present run.
-      resumable: the config keys that may differ.
+      path: a run's folder, its checkpoints folder, or the folder of one step.
 
     Raises:
-      CheckpointError: other keys or a fingerprint differ. All of them are named, with both values.
+      CheckpointError: there is none, or the newest that was complete is damaged.
     """
-    before, after = _settings(saved), _settings(now)
-    problems = [
-        _changed(key, before, after)
-        for key in dict.fromkeys([*after, *before])
-        if key not in resumable
-        and (key not in before or key not in after or before[key] != after[key])
-    ]
-    if problems:
-        raise errors.CheckpointError.of(problems)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    is_step = path.name.isdecimal() and not any(p.name.isdecimal() for p in _entries(path))
+    found = to_read(path.parent if is_step else path)
+    if is_step:
+        found.meta(int(path.name))
+        return found, int(path.name)
+    newest = found.newest_whole()
+    damaged = [passed.problem for passed in newest.passed_over if passed.is_damage]
+    if damaged:
+        remedy = "delete it, or name the folder of the step that you want"
+        raise errors.CheckpointError.of(
+            [dataclasses.replace(problem, remedy=remedy) for problem in damaged]
+        )
+    if newest.step is None:
+        remedy = "name the folder of a run or of one of its steps"
+        raise errors.CheckpointError(str(path), None, "holds no complete checkpoint", remedy)
+    return found, newest.step
 
 
-def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is compared, in the form that JSON gives it back."""
-    prints = {name: meta[name] for name in _FINGERPRINTS if name in meta}
-    settings: dict[str, Any] = json.loads(json.dumps({**meta["config"], **prints}))
-    return settings
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _changed(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> errors.Problem:
-    if key not in before:
-        what = "is not in the checkpoint, which another version of purelora wrote"
-        remedy = "continue with that version, or choose another workdir"
-        return errors.Problem(key, after[key], what, remedy)
-    if key not in after:
-        what = "is in the checkpoint, but is no key of this version of purelora"
-        remedy = "continue with the version that wrote it, or choose another workdir"
-        return errors.Problem(key, before[key], what, remedy)
-    if key in _FINGERPRINTS:
-        remedy = f"bring back that of fingerprint {before[key]!r}, or choose another workdir"
-        return errors.Problem(key, after[key], _FINGERPRINTS[key], remedy)
-    what = f"was {before[key]!r} when this run was started"
-    return errors.Problem(key, after[key], what, "set it back, or choose another workdir")
+def _unfinished(path: Path) -> errors.Problem:
+    what = "is not a complete checkpoint: its save was killed, or it is none of this version"
+    return errors.Problem(str(path), None, what, "a later save removes or replaces it")
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted path (`opt_state.0.mu.layers.q_proj.lora_a`)."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+def _check_space(path: Path, needed_bytes: int) -> None:
+    """Raises OSError if a step would not fit on the disk.
 
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_data(key: Any) -> jax.ShapeDtypeStruct:
-    """The abstract data of an abstract key; its sharding fits them too, as data have a dim more."""
-    data = jax.eval_shape(jax.random.key_data, key)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
-
-
-def _key_of(data: jax.ShapeDtypeStruct, impl: str) -> jax.ShapeDtypeStruct:
-    """The abstract key of abstract data: the inverse of `_key_data`."""
-    key: jax.ShapeDtypeStruct = jax.eval_shape(
-        functools.partial(jax.random.wrap_key_data, impl=impl), data
-    )
-    return key
-
-
-def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[errors.Problem]:
-    for name in dict.fromkeys([*wanted, *saved]):
-        has = _describe(saved[name]) if name in saved else "absent"
-        wants = _describe(wanted[name]) if name in wanted else "absent"
-        if has != wants:
-            yield errors.Problem(name, None, f"saved {has}, wanted {wants}", "")
-
-
-def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    Orbax notices too, but by then it prints tracebacks of all arrays that did not fit.
+    """
+    probe = path.with_name(f"{path.name}{_TMP_SUFFIX}") / "space"
+    probe.parent.mkdir(parents=True)
+    needed_bytes += _OVERHEAD_BYTES
+    free = shutil.disk_usage(probe.parent).free
+    if free < needed_bytes:
+        raise OSError(f"{free / 1e6:.1f} MB are free, {needed_bytes / 1e6:.1f} MB needed")
+    if sys.platform == "linux":  # This also finds quotas and limits.
+        with probe.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, needed_bytes)
+    shutil.rmtree(probe.parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +473,11 @@ def _damaged(path: Path) -> _Explained:
     return _Explained(path, "is damaged", "delete the folder to continue from an earlier step")
 
 
-def _without_orbax_chatter(record: logging.LogRecord) -> bool:
-    """Keeps of orbax's records, which go to absl's logger, the warnings and errors."""
-    return record.levelno >= logging.WARNING or "orbax" not in record.pathname
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Keeps of orbax's records, which go to absl's logger, the warnings and errors.
+
+    Those with a traceback go too: what they tell of is raised as well.
+    """
+    if "orbax" not in record.pathname:
+        return True
+    return record.levelno >= logging.WARNING and record.exc_info is None

@@ -1,7 +1,9 @@
 """The command line: a config file, overrides, and errors without tracebacks."""
 
 import ast
+import collections.abc
 import contextlib
+import dataclasses
 import difflib
 import io
 import pathlib
@@ -12,13 +14,14 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
 
 from purelora import config, errors
 
 USER_ERROR_STATUS = 2
+T = TypeVar("T")
 
 
 class Arguments(NamedTuple):
@@ -90,6 +93,86 @@ def _unknown_argument(argument: str, flags: Sequence[str]) -> errors.Problem:
     else:
         near = difflib.get_close_matches(argument, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, --config.KEY"
+    return errors.Problem(argument, None, "is not an argument of this command", remedy)
+
+
+def options(kind: type[T], argv: Sequence[str]) -> T:
+    """Parses `--name=VALUE` or `--name VALUE` into the frozen dataclass `kind`.
+
+    A field `max_new_tokens` is the argument `--max-new-tokens`. A bool is a flag without a value, a
+    field without default must be given, and a `tuple[str, ...]` takes one entry each time that its
+    argument is given, as it is: commas mean nothing.
+
+    Raises:
+      ConfigError: arguments that are unknown, missing, doubled, without a value or of a wrong type;
+        all of them in one error.
+    """
+    annotations = typing.get_type_hints(kind)
+    given, problems = _sort_options(argv, annotations)
+    values = {}
+    for name, texts in given.items():
+        if texts:
+            values[name], problem = _option(_argument(name), texts, annotations[name])
+            problems += [problem] if problem else []
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        has_default = {field.default, field.default_factory} != {dataclasses.MISSING}
+        if not has_default and field.name not in given:
+            where = _argument(field.name)
+            problems.append(errors.Problem(where, None, "is missing", f"write {where}=VALUE"))
+    if problems:
+        raise errors.ConfigError.of(problems)
+    return kind(**values)
+
+
+def _argument(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _option(where: str, texts: Sequence[str], annotation: Any) -> tuple[Any, errors.Problem | None]:
+    """The value of one field from all that was given for it, and what is wrong with it."""
+    if typing.get_origin(annotation) is tuple:
+        return tuple(texts), None
+    if annotation is bool:
+        return True, None
+    if len(texts) > 1:
+        return None, errors.Problem(where, texts[-1], "is given more than once", "give it once")
+    value = from_text(texts[0], annotation)
+    return value, config.type_problem(where, value, annotation)
+
+
+def _sort_options(
+    argv: Sequence[str], annotations: Mapping[str, Any]
+) -> tuple[dict[str, list[str]], list[errors.Problem]]:
+    """The texts given for each field, and what is wrong with the arguments themselves."""
+    given: dict[str, list[str]] = {}
+    problems: list[errors.Problem] = []
+    rest = list(argv)
+    while rest:
+        argument, equals, value = rest.pop(0).partition("=")
+        name = argument.removeprefix("--").replace("-", "_")
+        known = argument.startswith("--") and name in annotations
+        is_flag = known and annotations[name] is bool
+        # The value of an unknown argument is not a problem of its own.
+        takes_next = not is_flag and not equals and argument.startswith("-")
+        if takes_next and rest and not rest[0].startswith("--"):
+            value, equals = rest.pop(0), "="
+        if not known:
+            problems.append(_unknown_option(argument, list(annotations)))
+            continue
+        texts = given.setdefault(name, [])
+        if is_flag == bool(equals):
+            what = "takes no value" if is_flag else "has no value"
+            remedy = f"write {argument}" if is_flag else f"write {argument}=VALUE"
+            problems.append(errors.Problem(argument, None, what, remedy))
+        else:
+            texts.append(value)
+    return given, problems
+
+
+def _unknown_option(argument: str, names: Sequence[str]) -> errors.Problem:
+    known = [_argument(name) for name in names]
+    near = difflib.get_close_matches("--" + argument.lstrip("-").replace("_", "-"), known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     return errors.Problem(argument, None, "is not an argument of this command", remedy)
 
 
@@ -176,24 +259,36 @@ def from_text(text: str, annotation: Any) -> Any:
         if kind in options:
             with contextlib.suppress(ValueError):
                 return kind(text)
-    if any(typing.get_origin(option) is tuple for option in options):
-        return _list_from_text(text, is_plain_string_too=str in options)
+    for option in options:
+        if typing.get_origin(option) is collections.abc.Mapping:
+            return _literal(text)
+        if typing.get_origin(option) is tuple:
+            return _list_from_text(text, option, is_plain_string_too=str in options)
     return text
 
 
 _NAMES = re.compile(r"[\w.\-]+(\s*,\s*[\w.\-]+)+")
 
 
-def _list_from_text(text: str, *, is_plain_string_too: bool) -> Any:
+def _list_from_text(text: str, kind: Any, *, is_plain_string_too: bool) -> Any:
     """`['a', 'b']` or `a,b`; a comma separates only where all the parts are plain names."""
     if text[:1] in ("(", "["):
-        with contextlib.suppress(ValueError, SyntaxError, TypeError):
-            value = ast.literal_eval(text)
+        value = _literal(text)
+        if value != text:
             # ('q_proj') is a string in parentheses to Python; whoever writes it means a list.
             return (value,) if isinstance(value, str) else value
-    if _NAMES.fullmatch(text):
-        return tuple(part.strip() for part in text.split(","))
+    of_ints = typing.get_args(kind)[0] is int
+    if of_ints or _NAMES.fullmatch(text):
+        parts = [part.strip() for part in text.split(",")]
+        return tuple(_literal(part) if of_ints else part for part in parts if part)
     return text if is_plain_string_too else (text,) if text else ()
+
+
+def _literal(text: str) -> Any:
+    """The Python literal that `text` is; `text` itself if it is none."""
+    with contextlib.suppress(ValueError, SyntaxError, TypeError):
+        return ast.literal_eval(text)
+    return text
 
 
 def describe(flat: Mapping[str, Any]) -> str:

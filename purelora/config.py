@@ -4,6 +4,7 @@ Keys, units and defaults are documented in `configs/base.py`, the one place that
 `parse` turns nested dicts into a `Config` and reports every problem at once.
 """
 
+import collections.abc
 import dataclasses
 import datetime
 import difflib
@@ -34,11 +35,20 @@ class LoraConfig:
     lora_dropout: float
     target_modules: Patterns
     exclude_modules: Patterns
+    layers_to_transform: tuple[int, ...] | None
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    use_rslora: bool
+    use_dora: bool
+    init_lora_weights: Literal["default", "gaussian", "pissa", "olora", "loftq"]
+    modules_to_save: tuple[str, ...]
+    trainable_token_indices: tuple[int, ...]
+    bias: Literal["none", "all", "lora_only"]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
-    qtype: Literal["none", "int8"]
+    qtype: Literal["none", "int8", "int4", "nf4", "fp8"]
     tile_size: int | None
     skip: tuple[str, ...]
 
@@ -68,6 +78,7 @@ class OptimConfig:
     b2: float
     eps: float
     momentum: float
+    loraplus_lr_ratio: float
     weight_decay: float
     clip_norm: float | None
 
@@ -82,7 +93,13 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     save_steps: int | None
+    save_secs: float | None
+    save_first: bool
+    save_base: bool
+    async_save: bool
     keep_last: int
+    keep_every: int | None
+    keep_best: bool
     resume: Literal["auto", "never", "must"]
 
 
@@ -106,6 +123,7 @@ class Config:
     sample_prompts: tuple[str, ...]
     sample_tokens: int
     compile_cache: str | None
+    init_adapter: str | None
     model: ModelConfig
     lora: LoraConfig
     quant: QuantConfig
@@ -131,8 +149,27 @@ FOREIGN_KEYS = {
     "lora.lora_module_path": "lora.target_modules (names or a regex over Hugging Face names)",
     "lora.lora_weight_qtype": "quant.qtype",
     "lora.lora_tile_size": "quant.tile_size",
-    "lora.lora_restore_path": "no key yet: starting from another run's adapter is not supported",
-    "hf_lora_adapter_path": "no key yet: starting from a PEFT adapter is not supported",
+    "lora.lora_restore_path": "init_adapter",
+    "lora_restore_path": "init_adapter",
+    "hf_lora_adapter_path": "init_adapter",
+    "adapter_name_or_path": "init_adapter",
+    "lora_model_dir": "init_adapter",
+    "lora.peft_use_dora": "lora.use_dora",
+    "lora.use_rs_lora": "lora.use_rslora",
+    "lora.peft_use_rslora": "lora.use_rslora",
+    "lora.lora_modules_to_save": "lora.modules_to_save",
+    "lora.peft_layers_to_transform": "lora.layers_to_transform",
+    "loraplus_lr_ratio": "optim.loraplus_lr_ratio",
+    "lora.loraplus_lr_ratio": "optim.loraplus_lr_ratio",
+    # What PEFT has and purelora has not.
+    "lora.fan_in_fan_out": "no key: it is for Conv1D weights, which none of the families has",
+    "lora.lora_bias": "no key: a bias on lora_b is not supported; lora.bias trains the model's own",
+    "lora.layer_replication": "no key: replicated layers are not supported",
+    "lora.target_parameters": "no key: adapters on fused experts are not supported",
+    "lora.use_qalora": "no key: QA-LoRA is not supported",
+    "lora.megatron_config": "no key: mesh.* splits the model",
+    "lora.loftq_config": "no key: LoftQ uses quant.qtype and one iteration",
+    "lora.ensure_weight_tying": "no key: a tied embedding that is trained stays tied",
     "load_parameters_path": "model.path",
     "load_full_state_path": "workdir with checkpoint.resume='must'",
     "model_name": "model.path",
@@ -175,6 +212,10 @@ FOREIGN_KEYS = {
     "save_steps": "checkpoint.save_steps",
     "max_num_checkpoints_to_keep": "checkpoint.keep_last",
     "save_total_limit": "checkpoint.keep_last",
+    "checkpoint_max_to_keep": "checkpoint.keep_last",
+    "keep_period": "checkpoint.keep_every",
+    "load_best_model_at_end": "checkpoint.keep_best",
+    "async_checkpointing": "checkpoint.async_save",
     "resume_from_checkpoint": "checkpoint.resume",
     "eval_interval": "eval_steps",
     "data_shuffle_seed": "seed",
@@ -241,7 +282,11 @@ def describe(annotation: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(describe(a) for a in typing.get_args(annotation))
     if origin is tuple:
-        return "a list of strings"
+        kind = typing.get_args(annotation)[0]
+        return "a list of whole numbers" if kind is int else "a list of strings"
+    if origin is collections.abc.Mapping:
+        values = {int: "whole numbers", float: "numbers"}[_value(annotation)]
+        return f"a dict from names to {values}"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
     return names.get(annotation, "None")
 
@@ -256,6 +301,11 @@ def _fields(cls: type, prefix: str) -> list[tuple[str, Any]]:
     return found
 
 
+def _value(annotation: Any) -> Any:
+    """The type of the values of a `Mapping[str, ...]`."""
+    return typing.get_args(annotation)[1]
+
+
 def _fits(value: Any, annotation: Any) -> bool:
     origin = typing.get_origin(annotation)
     if origin is Literal:
@@ -263,7 +313,12 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, option) for option in typing.get_args(annotation))
     if origin is tuple:
-        return isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
+        kind = typing.get_args(annotation)[0]
+        return isinstance(value, (tuple, list)) and all(_fits(v, kind) for v in value)
+    if origin is collections.abc.Mapping:
+        return isinstance(value, Mapping) and all(
+            isinstance(k, str) and _fits(v, _value(annotation)) for k, v in value.items()
+        )
     if annotation is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if annotation is int:
@@ -301,9 +356,11 @@ def _build(
 
 
 def _normal(value: Any, annotation: Any) -> Any:
-    """Lists become tuples, and whole numbers floats where the key is a float."""
+    """Lists become tuples, and whole numbers floats where the key (or a dict's value) is one."""
     if isinstance(value, list):
         return tuple(value)
+    if isinstance(value, Mapping):
+        return {key: _normal(v, _value(annotation)) for key, v in value.items()}
     options = typing.get_args(annotation) or (annotation,)
     if isinstance(value, int) and not isinstance(value, bool) and float in options:
         return float(value)
@@ -312,7 +369,7 @@ def _normal(value: Any, annotation: Any) -> Any:
 
 def check(config: Config) -> list[errors.Problem]:
     """All values out of range and all keys that do not fit together."""
-    found = [*_ranges(config), *_combinations(config)]
+    found = [*_ranges(config), *_combinations(config), *_checkpoint_problems(config)]
     return [errors.Problem(key, value, what, remedy) for key, value, what, remedy in found]
 
 
@@ -337,6 +394,7 @@ def _ranges(c: Config) -> list[_Found]:
         "mesh.fsdp": c.mesh.fsdp,
         "checkpoint.save_steps": c.checkpoint.save_steps,
         "checkpoint.keep_last": c.checkpoint.keep_last,
+        "checkpoint.keep_every": c.checkpoint.keep_every,
     }
     found: list[_Found] = [
         (key, value, f"must be from 1 to {_LARGEST}", "")
@@ -410,6 +468,7 @@ def _optim_ranges(o: OptimConfig) -> list[_Found]:
         "optim.learning_rate": o.learning_rate,
         "optim.eps": o.eps,
         "optim.clip_norm": o.clip_norm,
+        "optim.loraplus_lr_ratio": o.loraplus_lr_ratio,
     }
     for key, value in positive.items():
         # The comparison is written so that NaN fails it.
@@ -432,7 +491,7 @@ def _combinations(c: Config) -> list[_Found]:
         low = c.batch_size - c.batch_size % c.accum_steps
         near = [n for n in (low, low + c.accum_steps) if n > 0]
         found.append(("batch_size", c.batch_size, what, f"use {' or '.join(map(str, near))}"))
-    found += _lora_problems(c.lora) if c.lora.enabled else _full_problems(c)
+    found += _lora_problems(c) if c.lora.enabled else _full_problems(c)
     return found + _contradictions(c)
 
 
@@ -450,6 +509,13 @@ def _full_problems(c: Config) -> list[_Found]:
     if c.mesh.shard_adapters:
         what = "has no effect with lora.enabled=False: there are no adapters"
         found.append(("mesh.shard_adapters", True, what, "set it to False"))
+    if c.init_adapter is not None:
+        what = "is set, but lora.enabled=False trains no adapter"
+        remedy = "leave it out; to train on from merged weights set model.path to them"
+        found.append(("init_adapter", c.init_adapter, what, remedy))
+    if c.optim.loraplus_lr_ratio != 1:
+        what = "has no effect with lora.enabled=False: there are no adapters"
+        found.append(("optim.loraplus_lr_ratio", c.optim.loraplus_lr_ratio, what, "set it to 1"))
     return found
 
 
@@ -474,6 +540,41 @@ def _contradictions(c: Config) -> list[_Found]:
     return found if limit is None else found + warmup_problems(c.optim, limit)
 
 
+def _checkpoint_problems(c: Config) -> list[_Found]:
+    """What is wrong with when to save and what to keep."""
+    saving, found = c.checkpoint, list[_Found]()
+    if saving.save_secs is not None and not 0 < saving.save_secs < float("inf"):
+        found.append(("checkpoint.save_secs", saving.save_secs, "must be above 0", ""))
+    if saving.save_base and not c.lora.enabled:
+        what = "has no effect with lora.enabled=False: all weights are trained and saved"
+        found.append(("checkpoint.save_base", True, what, "leave it out"))
+    if saving.save_steps is None:
+        keeps = {"keep_every": saving.keep_every, "keep_best": saving.keep_best or None}
+        what = "has no effect without checkpoint.save_steps"
+        found += [
+            (f"checkpoint.{key}", value, what, "set checkpoint.save_steps, or leave it out")
+            for key, value in keeps.items()
+            if value is not None
+        ]
+        return found
+    return found + _keep_best_problems(c, saving.save_steps)
+
+
+def _keep_best_problems(c: Config, save_steps: int) -> list[_Found]:
+    if not c.checkpoint.keep_best:
+        return []
+    if c.eval_steps is None:
+        what = "has no effect without evals during the run"
+        remedy = "set eval_steps and data.eval or data.eval_fraction, or leave it out"
+        return [("checkpoint.keep_best", True, what, remedy)]
+    # Values out of range are reported as such.
+    if save_steps > 0 and c.eval_steps % save_steps:
+        what = f"evaluates steps that checkpoint.save_steps = {save_steps} does not save"
+        remedy = "keep_best needs a multiple of it"
+        return [("eval_steps", c.eval_steps, what, remedy)]
+    return []
+
+
 def warmup_problems(optim: OptimConfig, limit: int) -> list[_Found]:
     """What is wrong with a warm-up in `limit` steps; with `epochs` only the data tells them."""
     if optim.warmup_steps <= limit:
@@ -483,7 +584,8 @@ def warmup_problems(optim: OptimConfig, limit: int) -> list[_Found]:
     return [("optim.warmup_steps", optim.warmup_steps, what, remedy)]
 
 
-def _lora_problems(lora: LoraConfig) -> list[_Found]:
+def _lora_problems(c: Config) -> list[_Found]:
+    lora = c.lora
     found: list[_Found] = []
     if lora.r < 1:
         found.append(("lora.r", lora.r, "must be at least 1 with LoRA on", "8 and 16 are usual"))
@@ -491,14 +593,57 @@ def _lora_problems(lora: LoraConfig) -> list[_Found]:
         what = "makes the scaling alpha / r zero or not a number, so nothing would train"
         found.append(("lora.lora_alpha", lora.lora_alpha, what, "2 · r is usual"))
     if not lora.target_modules:
-        found.append(
-            (
-                "lora.target_modules",
-                lora.target_modules,
-                "is empty",
-                "use 'all-linear', a list of module names or a regex",
-            )
-        )
+        remedy = "use 'all-linear', a list of module names or a regex"
+        found.append(("lora.target_modules", lora.target_modules, "is empty", remedy))
+    found += _pattern_problems("lora.rank_pattern", lora.rank_pattern)
+    found += _pattern_problems("lora.alpha_pattern", lora.alpha_pattern)
+    return found + _layer_problems(lora) + _token_problems(lora) + _init_problems(c)
+
+
+def _pattern_problems(key: str, pattern: Mapping[str, float]) -> list[_Found]:
+    found: list[_Found] = []
+    for name, value in pattern.items():
+        if not 0 < _as_float32(value) < float("inf"):
+            found.append((f"{key}[{name!r}]", value, "must be above 0", ""))
+        try:
+            re.compile(name)
+        except re.error as error:
+            found.append((key, name, f"is not a regular expression: {error}", ""))
+    return found
+
+
+def _layer_problems(lora: LoraConfig) -> list[_Found]:
+    key, layers = "lora.layers_to_transform", lora.layers_to_transform
+    if layers is None:
+        return []
+    if not layers:
+        return [(key, layers, "names no layer, so nothing would train", "use None for all layers")]
+    if isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
+        what = "does not go with a regex in lora.target_modules"
+        return [(key, layers, what, "put the layers into the regex, or list module names")]
+    return [(key, n, "is not the number of a layer", "") for n in layers if n < 0]
+
+
+def _token_problems(lora: LoraConfig) -> list[_Found]:
+    key, ids = "lora.trainable_token_indices", lora.trainable_token_indices
+    found: list[_Found] = [(key, i, "is not a token id", "") for i in ids if i < 0]
+    doubled = sorted({i for i in ids if ids.count(i) > 1})
+    return found + [(key, i, "is listed twice", "list it once") for i in doubled]
+
+
+def _init_problems(c: Config) -> list[_Found]:
+    """Initial values of the adapters that other keys rule out."""
+    key, init = "lora.init_lora_weights", c.lora.init_lora_weights
+    found: list[_Found] = []
+    if init in ("pissa", "olora", "loftq") and c.lora.use_dora:
+        what = "does not go with use_dora: the adapter could not be exported for the original base"
+        found.append((key, init, what, "use 'default' or 'gaussian'"))
+    if init in ("pissa", "olora", "loftq") and c.init_adapter is not None:
+        what = "would change the base that init_adapter was trained on"
+        found.append((key, init, what, "use 'default': the adapter comes from init_adapter"))
+    if init == "loftq" and c.quant.qtype == "none":
+        what = "makes up for the error of a quantised base, and quant.qtype is 'none'"
+        found.append((key, init, what, "set quant.qtype, or use 'pissa'"))
     return found
 
 
@@ -514,11 +659,30 @@ def as_flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def from_flat(flat: Mapping[str, Any]) -> Config:
+    """The Config that `as_flat` was given, also after JSON; keys that are no settings are left out.
+
+    Raises:
+      ConfigError: a key is missing, or one is not of this version.
+    """
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        if " " in key:  # A fact beside the settings ("config.json: hidden_size").
+            continue
+        *sections, name = key.split(".")
+        node = nested
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return parse(nested)
+
+
 # Settings that may differ between a run and its continuation.
 RESUMABLE: Sequence[str] = (
     "model.path",  # The fingerprints of base and data say whether they are the same.
     "data.train",
     "workdir",
+    "init_adapter",  # It is used up when the run begins.
     "steps",
     "epochs",
     "eval_steps",
@@ -534,6 +698,12 @@ RESUMABLE: Sequence[str] = (
     "mesh.fsdp",
     "mesh.shard_adapters",
     "checkpoint.save_steps",
+    "checkpoint.save_secs",
+    "checkpoint.save_first",
+    "checkpoint.save_base",
+    "checkpoint.async_save",
     "checkpoint.keep_last",
+    "checkpoint.keep_every",
+    "checkpoint.keep_best",
     "checkpoint.resume",
 )

@@ -48,7 +48,7 @@ def sample(run: assembly.Run, current: state.TrainState) -> list[metrics.SampleR
     if not prompts:
         return []
     tokenizer = run.model.tokenizer
-    answers = generate.greedy(
+    answers = generate.complete(
         run.plan.model,
         current.trainable,
         run.base,

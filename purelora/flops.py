@@ -8,7 +8,7 @@ usual for model FLOP/s utilisation (Chowdhery et al. 2022, appendix B).
 from collections.abc import Mapping
 from typing import Any
 
-from purelora import info, lora
+from purelora import info, targets
 
 
 def per_token(
@@ -34,7 +34,7 @@ def per_token(
     return 2.0 * (base * (3 if trains_base else 2) + 3 * small + 3 * scores)
 
 
-def attention_width(modules: Mapping[str, lora.LinearModule]) -> int:
+def attention_width(modules: Mapping[str, targets.AdaptableModule]) -> int:
     """Query heads × head dim, summed over the layers: the outputs of the query projections."""
     queries = [m.weight for path, m in modules.items() if path.endswith("q_proj")]
     return sum(weight.shape[0] * weight.shape[-1] for weight in queries)

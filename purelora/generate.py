@@ -1,21 +1,74 @@
-"""Greedy generation with a key-value cache, as one compiled function a shape."""
+"""Writes continuations of prompts: a library, and the command
 
+    python -m purelora.generate --model=smollm2-135m --prompt="Who are you?"
+    python -m purelora.generate --model=smollm2-135m --adapter=runs/a --adapter=b=runs/b/peft \\
+        --prompts-file=prompts.jsonl --output=answers.jsonl --batch-size=8
+
+--model=MODEL           as model.path: a built-in name, a Hugging Face folder or a GGUF file
+--adapter=[NAME=]PATH   a run's folder, a step's folder or a PEFT folder; may be given several times
+--use=NAME              which to run, several times if need be; `base` is the model without adapter.
+                        Without it: all adapters given, one after the other
+--prompt=TEXT           a user's turn; may be given several times
+--prompts-file=FILE     .txt, a prompt a line; or .jsonl with `prompt` or `messages`
+--system=TEXT           a system prompt
+--raw                   prompts as they are, without the chat template
+--max-new-tokens=N      most tokens of an answer (256)
+--temperature=T         0 takes the most probable token (the default)
+--top-k=K, --top-p=P    draw from the K largest, or from those that have probability P together
+--seed=N                of the draws; a prompt's draws depend on it and the prompt's number alone
+--dtype=TYPE            float32 (the default) or bfloat16, of weights and computation
+--qtype=TYPE            int8, int4, nf4 or fp8: quantise the base (but the embedding)
+--tile-size=N           inputs that share a scale; without it, one scale per output channel
+--batch-size=N          prompts that run together (1, which prints tokens as they come)
+--output=FILE           a new .jsonl or .txt file, instead of the terminal
+
+Runs on one device.
+"""
+
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from purelora import cli, compilation, errors, sampling, speaker, specs
 from purelora import tree as trees
+from purelora.data import records
+from purelora.io import files, output
+from purelora.io import tokenizer as tokenizers
 from purelora.models import causal_lm, layers
 
-# Prompt lengths are rounded up to a multiple of this, so that few shapes are compiled.
-_BUCKET_TOKENS = 32
+# Prompts and caches are padded to this, doubled as often as need be: few shapes are compiled.
+_LEAST_BUCKET = 32
 
 
-def greedy(
+# ---- tokens ------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """What one step hands to the next.
+
+    Attributes:
+      tokens_B: the newest token of each row.
+      positions_B: its position.
+      made: how many tokens each row has got.
+      keys_B: the key of each row's draws.
+    """
+
+    tokens_B: jax.Array
+    positions_B: jax.Array
+    made: jax.Array
+    keys_B: jax.Array
+
+
+def stream(
     model: causal_lm.CausalLM,
     trainable: trees.Tree,
     base: trees.Tree,
@@ -24,78 +77,460 @@ def greedy(
     end_ids: Sequence[int],
     max_new_tokens: int,
     dtype: Any,
-) -> list[list[int]]:
-    """Continues each prompt with the most probable tokens.
+    how: sampling.Sampling = sampling.GREEDY,
+    seed: int = 0,
+    first_row: int = 0,
+) -> Iterator[list[int | None]]:
+    """Continues prompts together, one token of each at a time.
 
     Args:
       model: the model.
       trainable: its adapters (or all its weights).
       base: its frozen weights.
       prompts: token ids, at least one a prompt.
-      end_ids: tokens that end a continuation; the end token is the last of the result.
+      end_ids: tokens that end a continuation; the end token is the last of its row.
       max_new_tokens: most tokens of a continuation.
       dtype: dtype of the computation.
+      how: how tokens are chosen.
+      seed: of the draws.
+      first_row: number of the first prompt: with `seed` it decides the draws of a row.
 
-    Returns:
-      The new tokens of each prompt.
+    Yields:
+      The next token of each prompt, None once it has ended.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = -(-int(lengths.max()) // _BUCKET_TOKENS) * _BUCKET_TOKENS
-    tokens = np.zeros((len(prompts), width), np.int32)
+    tokens = np.zeros((len(prompts), _bucket(int(lengths.max()))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    ends = tuple(int(i) for i in end_ids)
-    out = _generate(trainable, base, tokens, lengths, model, ends, max_new_tokens, np.dtype(dtype))
-    return [_until_end(row.tolist(), ends) for row in np.asarray(out)]
+    numbers = np.arange(first_row, first_row + len(prompts), dtype=np.int32)
+    static = _Static(model, how, np.dtype(dtype), _placement(base or trainable))
+    slots = _bucket(tokens.shape[1] + max_new_tokens)
+    state, cache = _begin(
+        trainable, base, tokens, lengths, numbers, np.uint32(seed), static=static, slots=slots
+    )
+    is_over = np.zeros(len(prompts), bool)
+    for left in reversed(range(max_new_tokens)):
+        found = np.asarray(state.tokens_B)
+        yield [None if over else int(t) for over, t in zip(is_over, found, strict=True)]
+        is_over |= np.isin(found, end_ids)
+        if is_over.all() or not left:
+            return
+        state, cache = _advance(trainable, base, state, cache, static=static)
 
 
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    for index, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: index + 1]
-    return tokens
+def complete(
+    model: causal_lm.CausalLM,
+    trainable: trees.Tree,
+    base: trees.Tree,
+    prompts: Sequence[Sequence[int]],
+    **options: Any,
+) -> list[list[int]]:
+    """All new tokens of each prompt, the end token included; for the options see `stream`."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(model, trainable, base, prompts, **options):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _generate(
+def _bucket(length: int) -> int:
+    bucket = _LEAST_BUCKET
+    while bucket < length:
+        bucket *= 2
+    return bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a step is compiled for, besides shapes. `placement` is that of cache and tokens."""
+
+    model: causal_lm.CausalLM
+    how: sampling.Sampling
+    dtype: np.dtype
+    placement: jax.sharding.NamedSharding | None
+
+
+def _placement(tree: trees.Tree) -> jax.sharding.NamedSharding | None:
+    """A copy on every device of the tree's mesh; None if it has no mesh.
+
+    Left to the compiler, the cache could come out of a step otherwise than it went in.
+    """
+    sharding = jax.tree.leaves(tree)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, specs.P())
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("static", "slots"))
+def _begin(
     trainable: trees.Tree,
     base: trees.Tree,
     tokens_BT: jax.Array,
     lengths_B: jax.Array,
-    model: causal_lm.CausalLM,
-    ends: tuple[int, ...],
-    count: int,
-    dtype: np.dtype,
-) -> jax.Array:
-    """`[B, count]` new tokens; what follows an end token means nothing."""
+    numbers_B: jax.Array,
+    seed: jax.Array,
+    *,
+    static: _Static,
+    slots: int,
+) -> tuple[_Rows, Any]:
+    """Reads the prompts into a new cache of `slots` and chooses the first tokens."""
+    model, rows = static.model, tokens_BT.shape[0]
     bound = model.bind(base, trainable)
-    family, rows = model.family, tokens_BT.shape[0]
+    cache = model.family.empty_cache(model.config, rows, slots, static.dtype)
+    positions_BT = jnp.broadcast_to(
+        jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
+    )
+    x_BTD, cache = model.family.hidden_cached(
+        bound, tokens_BT, positions_BT, cache, model.config, dtype=static.dtype
+    )
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers_B)
+    x_BD = x_BTD[jnp.arange(rows), lengths_B - 1]
+    first_B = _pick(x_BD, bound, keys_B, jnp.int32(0), static)
+    return _placed((_Rows(first_B, lengths_B, jnp.int32(1), keys_B), cache), static)
 
-    def forward(ids_BT: jax.Array, positions_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        return family.hidden_cached(bound, ids_BT, positions_BT, cache, model.config, dtype=dtype)
 
-    def pick(x_BD: jax.Array) -> jax.Array:
-        logits_BV = layers.linear(x_BD, family.head(bound))
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnames="static", donate_argnames="cache")
+def _advance(
+    trainable: trees.Tree, base: trees.Tree, state: _Rows, cache: Any, *, static: _Static
+) -> tuple[_Rows, Any]:
+    """Reads one token of each row and chooses the next; the cache is written in place."""
+    model = static.model
+    bound = model.bind(base, trainable)
+    # The prompt's padding lies in slots that the new tokens overwrite before they see them.
+    x_BTD, cache = model.family.hidden_cached(
+        bound,
+        state.tokens_B[:, None],
+        state.positions_B[:, None],
+        cache,
+        model.config,
+        dtype=static.dtype,
+    )
+    next_B = _pick(x_BTD[:, 0], bound, state.keys_B, state.made, static)
+    after = _Rows(next_B, state.positions_B + 1, state.made + 1, state.keys_B)
+    return _placed((after, cache), static)
 
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    cache = family.empty_cache(model.config, rows, tokens_BT.shape[1] + count, dtype)
-    x_BTD, cache = forward(tokens_BT, positions_BT, cache)
-    first_B = pick(x_BTD[jnp.arange(rows), lengths_B - 1])
 
-    def is_going_on(carry: Any) -> jax.Array:
-        index, _, done_B, _, _ = carry
-        return (index < count) & ~done_B.all()
+def _pick(
+    x_BD: jax.Array, bound: trees.Tree, keys_B: jax.Array, made: jax.Array, static: _Static
+) -> jax.Array:
+    # In float32: bfloat16 has ties among the largest of so many logits.
+    head = static.model.family.head(bound)
+    logits_BV = layers.adapted(x_BD, x_BD, head, jnp.float32)
+    return sampling.pick(logits_BV, keys_B, made, static.how)
 
-    def advance(carry: Any) -> Any:
-        index, last_B, done_B, out, cache = carry
-        # The prompt's padding lies in slots that the new tokens overwrite before they see them.
-        x_BTD, cache = forward(last_B[:, None], (lengths_B + index - 1)[:, None], cache)
-        next_B = pick(x_BTD[:, 0])
-        done_B = done_B | jnp.isin(next_B, jnp.asarray(ends, jnp.int32))
-        return index + 1, next_B, done_B, out.at[:, index].set(next_B), cache
 
-    out = jnp.zeros((rows, count), jnp.int32).at[:, 0].set(first_B)
-    done_B = jnp.isin(first_B, jnp.asarray(ends, jnp.int32))
-    carry = (jnp.int32(1), first_B, done_B, out, cache)
-    return jax.lax.while_loop(is_going_on, advance, carry)[3]
+def _placed(tree: Any, static: _Static) -> Any:
+    if static.placement is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, static.placement)
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+class TextStream:
+    """The text of tokens that come one by one, in pieces that later tokens do not change."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int]):
+        """`end_ids` have no text, whether or not they are special tokens."""
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._ids: list[int] = []
+        self._given = ""
+
+    def push(self, token: int) -> str:
+        """Takes a token; returns the text that it completes.
+
+        A character whose bytes are in several tokens is replacement characters until the last one.
+        """
+        if token not in self._end_ids:
+            self._ids.append(token)
+        return self._more(self.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def finish(self) -> str:
+        """The text that has not been returned yet, complete or not."""
+        return self._more(self.text)
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+    def _more(self, text: str) -> str:
+        more = text[len(self._given) :]
+        self._given += more
+        return more
+
+
+def speak(
+    talker: speaker.Speaker,
+    voice: speaker.Voice,
+    prompts: Sequence[Sequence[int]],
+    options: speaker.ModelOptions,
+    *,
+    first_row: int = 0,
+    emit: Callable[[str], None] | None = None,
+) -> list["Answer"]:
+    """Answers prompts together; `emit` gets the text of the first one as it comes."""
+    end_ids = talker.tokenizer.eos_ids
+    streams = [TextStream(talker.tokenizer, end_ids) for _ in prompts]
+    counts, last = np.zeros(len(prompts), int), [-1] * len(prompts)
+    steps = stream(
+        voice.model,
+        voice.trainable,
+        voice.base,
+        prompts,
+        end_ids=end_ids,
+        max_new_tokens=options.max_new_tokens,
+        dtype=talker.dtype,
+        how=options.sampling,
+        seed=options.seed,
+        first_row=first_row,
+    )
+    for tokens in steps:
+        for row, token in enumerate(tokens):
+            if token is None:
+                continue
+            piece = streams[row].push(token)
+            counts[row], last[row] = counts[row] + 1, token
+            if emit and row == 0:
+                emit(piece)
+    if emit:
+        emit(streams[0].finish())
+    return [
+        Answer(text.text, int(count), token in end_ids)
+        for text, count, token in zip(streams, counts, last, strict=True)
+    ]
+
+
+class Answer(NamedTuple):
+    """A finished answer.
+
+    Attributes:
+      text: without the end token.
+      new_tokens: how many tokens were made, the end token included.
+      ended: whether it ends by itself rather than at the limit.
+    """
+
+    text: str
+    new_tokens: int
+    ended: bool
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(speaker.ModelOptions):
+    """The command's arguments; the text at the top of this module says what they do."""
+
+    use: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = ()
+    prompts_file: str | None = None
+    raw: bool = False
+    batch_size: int = 1
+    output: str | None = None
+
+    def problems(self) -> Iterator[errors.Problem]:
+        """Values out of range, and arguments that do not go together."""
+        yield from super().problems()
+        if self.batch_size < 1:
+            yield errors.Problem("--batch-size", self.batch_size, "must be at least 1", "")
+        if not self.prompt and self.prompts_file is None:
+            remedy = "give --prompt=TEXT, or --prompts-file=FILE"
+            yield errors.Problem("--prompt", None, "is missing", remedy)
+        if self.raw and self.system is not None:
+            what = "is part of a chat template, which --raw leaves out"
+            yield errors.Problem("--system", self.system, what, "leave one of them out")
+        if self.output is not None and not self.output.endswith((".jsonl", ".txt")):
+            what = "is neither a .jsonl nor a .txt file"
+            yield errors.Problem("--output", self.output, what, "give one of these endings")
+
+
+class Prompt(NamedTuple):
+    """One prompt.
+
+    Attributes:
+      where: the argument, or the file and line, that it comes from.
+      given: the columns that say it, for the output.
+      content: plain text, or messages.
+    """
+
+    where: str
+    given: Mapping[str, Any]
+    content: str | Sequence[speaker.Message]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    options = cli.options(Options, argv)
+    speaker.check(list(options.problems()))
+    prompts = read_prompts(options)
+    paths = speaker.adapter_paths(options.adapter)
+    names = options.use or tuple(paths) or (speaker.BASE,)
+    for name in names:
+        if name not in (speaker.BASE, *paths):
+            raise speaker.unknown_name("--use", name, [speaker.BASE, *paths])
+    compilation.use_cache("default")
+    with _writer(options, labelled=len(names) * len(prompts) > 1) as writer:
+        talker = speaker.load_speaker(options, paths)
+        ids = [
+            talker.ids(p.content, where=p.where, max_new_tokens=options.max_new_tokens)
+            for p in prompts
+        ]
+        for name in names:
+            for start in range(0, len(prompts), options.batch_size):
+                batch = slice(start, start + options.batch_size)
+                writer.write_batch(talker, name, start, prompts[batch], ids[batch])
+    return 0
+
+
+def read_prompts(options: Options) -> list[Prompt]:
+    """All prompts of the command line, then those of the file.
+
+    Raises:
+      DataError: a file or rows in it that cannot be used.
+    """
+    found = [_prompt("--prompt", text, options) for text in options.prompt]
+    if options.prompts_file is None:
+        return found
+    path = options.prompts_file
+    if not path.endswith((".txt", ".jsonl")):
+        what = "is neither a .txt nor a .jsonl file"
+        raise errors.DataError("--prompts-file", path, what, "give one of these endings")
+    try:
+        text = files.read_text(os.path.expanduser(path)).removeprefix("\ufeff")
+    except errors.ModelError as error:
+        raise errors.DataError.of(error.problems) from error
+    problems: list[errors.Problem] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        where = f"{path}:{number}"
+        try:
+            if line.strip():
+                is_json = path.endswith(".jsonl")
+                read = _json_prompt if is_json else _prompt
+                found.append(read(where, line, options))
+        except errors.DataError as error:
+            problems += error.problems
+    if problems:
+        raise errors.DataError.of(errors.first(problems, path))
+    return found
+
+
+def _prompt(where: str, text: str, options: Options) -> Prompt:
+    if options.raw:
+        return Prompt(where, {"prompt": text}, text)
+    user = {"role": "user", "content": text}
+    return Prompt(where, {"prompt": text}, [*_system(options), user])
+
+
+def _system(options: speaker.ModelOptions) -> list[speaker.Message]:
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+def _json_prompt(where: str, line: str, options: Options) -> Prompt:
+    """A row with `prompt`, a string, or `messages`, a list of `role` and `content`."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise errors.DataError(where, None, f"is not JSON: {error}", "correct it") from error
+    given = row if isinstance(row, dict) else {}
+    text, messages = given.get("prompt"), given.get("messages")
+    if isinstance(text, str) and messages is None:
+        return _prompt(where, text, options)
+    if text is not None or not isinstance(messages, list) or not messages:
+        what = "has not one of `prompt`, a string, and `messages`, a list"
+        raise errors.DataError(where, row, what, 'write {"prompt": "..."}')
+    for message in messages:
+        if not _is_message(message):
+            what = "is not an object with `role` and `content`, two strings"
+            remedy = f"the roles are {', '.join(records.ROLES)}"
+            raise errors.DataError(f"{where}: messages", message, what, remedy)
+    if options.raw:
+        what, remedy = "is for a chat template, which --raw leaves out", "give `prompt`"
+        raise errors.DataError(f"{where}: messages", None, what, remedy)
+    if options.system is not None and messages[0]["role"] == "system":
+        what, remedy = "begins with a system message", "leave --system out"
+        raise errors.DataError(f"{where}: messages", None, what, remedy)
+    return Prompt(where, {"messages": messages}, [*_system(options), *messages])
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return message.get("role") in records.ROLES and isinstance(message.get("content"), str)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    """Where answers go.
+
+    Attributes:
+      options: the command's arguments.
+      file: the terminal, or a file.
+      labelled: whether to say which answer it is.
+    """
+
+    options: Options
+    file: TextIO
+    labelled: bool
+
+    def write_batch(
+        self,
+        talker: speaker.Speaker,
+        name: str,
+        start: int,
+        prompts: Sequence[Prompt],
+        ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Answers some prompts, of which the first has the number `start`, and writes that."""
+        streams = self.options.output is None and len(prompts) == 1
+        if streams:
+            self._label(name, start, prompts[0])
+        answers = speak(
+            talker,
+            talker.voice(name),
+            ids,
+            self.options,
+            first_row=start,
+            emit=self._emit if streams else None,
+        )
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start):
+            if self.options.output is not None and self.options.output.endswith(".jsonl"):
+                row = {"adapter": name, **prompt.given, **answer._asdict()}
+                self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            elif streams:
+                self._emit("\n")
+            else:
+                self._label(name, number, prompt)
+                self._emit(f"{answer.text}\n")
+
+    def _label(self, name: str, number: int, prompt: Prompt) -> None:
+        if self.labelled:
+            said = prompt.given.get("prompt") or prompt.given["messages"][-1]["content"]
+            first_line = said.strip().partition("\n")[0]
+            self._emit(f"--- {name}, prompt {number + 1}: {first_line[:60]}\n")
+
+    def _emit(self, text: str) -> None:
+        self.file.write(text)
+        self.file.flush()
+
+
+@contextlib.contextmanager
+def _writer(options: Options, *, labelled: bool) -> Iterator[_Writer]:
+    """The terminal, or a file that gets its name once all answers are in it."""
+    if options.output is None:
+        yield _Writer(options, sys.stdout, labelled)
+        return
+    path = os.path.expanduser(options.output)
+    with (
+        output.new_file(path) as partial,
+        open(partial, "w", encoding="utf-8", newline="\n") as file,
+    ):
+        yield _Writer(options, file, labelled)
+    speaker.say(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    cli.run_command(main, __doc__)

@@ -24,6 +24,7 @@ class ParamInfo:
       dtype: name of the dtype it is stored in.
       axes: logical axis of each dimension, None for one that is never sharded.
       init: `normal`, `zeros`, `ones` or `he_uniform`.
+      std: standard deviation of `normal`; None for 1 / sqrt(fan_in).
       contracting: the dimension, counted from the end, that a matmul with this parameter sums
         over; None for vectors. Everything with a contracting dimension can be quantised.
     """
@@ -33,6 +34,7 @@ class ParamInfo:
     axes: tuple[str | None, ...]
     init: str = "normal"
     contracting: int | None = None
+    std: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -57,9 +59,9 @@ class ParamInfo:
 def initial(info: ParamInfo, *, key: jax.Array) -> jax.Array:
     """Random or constant initial values of one parameter.
 
-    `normal` has variance 1 / fan_in. `he_uniform` is uniform on ±sqrt(6 / fan_in) as in qwix's
-    `lora_a` (fan_in is the contracting dimension). Every element has its own draw, so the layers of
-    a stack differ.
+    `normal` has variance 1 / fan_in unless the info has a `std`. `he_uniform` is uniform on
+    ±sqrt(6 / fan_in) as in qwix's `lora_a` (fan_in is the contracting dimension). Every element has
+    its own draw, so the layers of a stack differ.
     """
     dtype = jnp.dtype(info.dtype)
     if info.init == "zeros":
@@ -68,7 +70,8 @@ def initial(info: ParamInfo, *, key: jax.Array) -> jax.Array:
         return jnp.ones(info.shape, dtype)
     fan_in = info.shape[info.contracting if info.contracting is not None else -1]
     if info.init == "normal":
-        return (jax.random.normal(key, info.shape) / math.sqrt(fan_in)).astype(dtype)
+        std = 1 / math.sqrt(fan_in) if info.std is None else info.std
+        return (jax.random.normal(key, info.shape) * std).astype(dtype)
     if info.init == "he_uniform":
         limit = math.sqrt(6 / fan_in)
         return jax.random.uniform(key, info.shape, minval=-limit, maxval=limit).astype(dtype)

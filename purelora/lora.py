@@ -3,209 +3,122 @@
     base infos                                   adapter infos
     layers.self_attn.q_proj.weight [L, D, N]  ─▶ layers.self_attn.q_proj.lora_a [n, D, r]
                                                  layers.self_attn.q_proj.lora_b [n, r, N]
+                                     with DoRA   layers.self_attn.q_proj.lora_magnitude [n, N]
+    embed_tokens.weight [V, D]                ─▶ embed_tokens.lora_a [V, r], .lora_b [r, D]
 
 A module computes `y = x W + scaling · (x A) B`. `n` is the number of layers of the stack that are
-adapted: all L, unless `target_modules` names only some. Then the adapters are stored for these
-layers alone (so counts, gradients and exports hold nothing else) and spread over the stack when the
+adapted: all L, unless the settings name only some. Then the adapters are stored for these layers
+alone (so counts, gradients and exports hold nothing else) and spread over the stack when the
 forward pass begins (`expand`).
 
-Modules are named as Hugging Face names them (`model.layers.7.self_attn.q_proj`), and targets are
-matched against these names by PEFT's rules.
+Layers of one stack may have different ranks. Their adapters are stored with the largest; the rest
+of `lora_a` and `lora_b` is zero in both, which makes the gradients of both exactly zero there, so
+it stays zero without a mask.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora import errors, info
+from purelora import info, quant
 from purelora import tree as trees
-
-ALL_LINEAR = "all-linear"
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearModule:
-    """A matrix of the model that adapters can go to.
-
-    Attributes:
-      weight: declaration of the (stacked) weight.
-      names: Hugging Face module name of each layer of the stack; one name if it is not stacked.
-      is_output: whether it is the output head, which `all-linear` leaves out.
-    """
-
-    weight: info.ParamInfo
-    names: tuple[str, ...]
-    is_output: bool = False
-
-    @property
-    def is_stacked(self) -> bool:
-        return len(self.weight.shape) > 2
+from purelora.targets import AdaptableModule, Target
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The adapters of one (stacked) module.
-
-    Attributes:
-      layers: positions in the stack that are adapted, ascending; empty if it is not stacked.
-      names: Hugging Face names of the adapted modules.
-      r: rank.
-      scaling: factor of the adapter's output, alpha / r.
-    """
-
-    layers: tuple[int, ...]
-    names: tuple[str, ...]
-    r: int
-    scaling: float
-
-
-def matches(pattern: str | Sequence[str], name: str) -> bool:
-    """PEFT's rule: a string is a regex for the full name, a list holds names or dotted suffixes."""
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, name) is not None
-    return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
-
-
-def resolve_targets(
-    modules: Mapping[str, LinearModule],
-    *,
-    r: int,
-    lora_alpha: float,
-    target_modules: str | Sequence[str],
-    exclude_modules: str | Sequence[str],
-) -> dict[str, Target]:
-    """Which layers of which modules get adapters.
-
-    Args:
-      modules: what the model offers, by tree path (`layers.self_attn.q_proj`).
-      r: rank of every adapter.
-      lora_alpha: numerator of the scaling.
-      target_modules: `all-linear` (all but the output head), a regex for the whole name, or a list
-        of names or dotted suffixes.
-      exclude_modules: modules to leave out, a regex or a list; empty for none.
-
-    Raises:
-      ConfigError: nothing matches, or an entry of a list matches nothing.
-    """
-    names = [name for module in modules.values() for name in module.names]
-    _check_patterns(target_modules, exclude_modules, names)
-    targets: dict[str, Target] = {}
-    for path, module in modules.items():
-        chosen = [
-            i
-            for i, name in enumerate(module.names)
-            if _is_target(target_modules, name, module)
-            and not (exclude_modules and matches(exclude_modules, name))
-        ]
-        if chosen:
-            picked = tuple(module.names[i] for i in chosen)
-            layers = tuple(chosen) if module.is_stacked else ()
-            targets[path] = Target(layers, picked, r, lora_alpha / r)
-    if not targets:
-        raise errors.ConfigError(
-            "lora.target_modules",
-            target_modules,
-            "matches no linear module" + (" that is not excluded" if exclude_modules else ""),
-            _offer(names),
-        )
-    return targets
-
-
-def _check_patterns(
-    target_modules: str | Sequence[str], exclude_modules: str | Sequence[str], names: Sequence[str]
-) -> None:
-    """Raises ConfigError for all entries that match nothing."""
-    if exclude_modules == ALL_LINEAR:
-        raise errors.ConfigError(
-            "lora.exclude_modules", exclude_modules, "would leave out everything", _offer(names)
-        )
-    problems = [
-        *_unmatched("lora.target_modules", target_modules, names),
-        *_unmatched("lora.exclude_modules", exclude_modules, names),
-    ]
-    if problems:
-        raise errors.ConfigError.of(problems)
-
-
-def _is_target(pattern: str | Sequence[str], name: str, module: LinearModule) -> bool:
-    if pattern == ALL_LINEAR:
-        return not module.is_output
-    return matches(pattern, name)
-
-
-def _unmatched(
-    key: str, pattern: str | Sequence[str], names: Sequence[str]
-) -> list[errors.Problem]:
-    """A problem for each entry of a list (or the regex) that matches no linear module."""
-    if not pattern or pattern == ALL_LINEAR:
-        return []
-    if isinstance(pattern, str):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            return [errors.Problem(key, pattern, f"is not a regular expression: {error}", "")]
-    entries = [pattern] if isinstance(pattern, str) else [[entry] for entry in pattern]
-    return [
-        errors.Problem(
-            key,
-            entry if isinstance(entry, str) else entry[0],
-            "matches no linear module of this model",
-            _remedy(entry, names),
-        )
-        for entry in entries
-        if not any(matches(entry, name) for name in names)
-    ]
-
-
-def _remedy(entry: str | Sequence[str], names: Sequence[str]) -> str:
-    """What else to write; a lone module name where a regex is expected is the usual slip."""
-    if isinstance(entry, str) and any(matches([entry], name) for name in names):
-        return f"a string is a regex for the whole name ({names[0]}); for a name write [{entry!r}]"
-    return _offer(names)
-
-
-def _offer(names: Sequence[str]) -> str:
-    short = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)
-    return f"it has {', '.join(short)} (for example {names[0]}), or use 'all-linear'"
-
-
-def adapter_infos(modules: Mapping[str, LinearModule], targets: Mapping[str, Target]) -> trees.Tree:
+def adapter_infos(
+    modules: Mapping[str, AdaptableModule], targets: Mapping[str, Target], *, init: str = "default"
+) -> trees.Tree:
     """Declarations of `lora_a` [n, K, r] and `lora_b` [n, r, N] of every target, in float32.
 
-    K is the weight's contracting dimension and N the other one; each takes the logical axis of the
-    weight's dimension it comes from, so adapter specs follow the base kernel's spec axis by axis.
+    K is the weight's contracting dimension and N the other one (for an embedding, rows and columns
+    of the table); each takes the logical axis of the weight's dimension it comes from, so adapter
+    specs follow the base kernel's spec axis by axis. With DoRA there is a `lora_magnitude` [n, N].
+
+    Args:
+      modules: what adapters can go to.
+      targets: what they go to.
+      init: "gaussian" for a normal `lora_a`; with everything else it is uniform.
     """
     flat: dict[str, info.ParamInfo] = {}
     for path, target in targets.items():
         weight = modules[path].weight
-        k, n = weight.matrix_dims
+        k, n = weight.matrix_dims[::-1] if target.is_embedding else weight.matrix_dims
         lead = ((len(target.layers),), ("layers",)) if target.layers else ((), ())
-        flat[f"{path}.lora_a"] = info.ParamInfo(
+        outer = info.ParamInfo((*lead[0], weight.shape[n]), "float32", (*lead[1], weight.axes[n]))
+        flat[f"{path}.lora_a"] = dataclasses.replace(
+            outer,
             shape=(*lead[0], weight.shape[k], target.r),
-            dtype="float32",
             axes=(*lead[1], weight.axes[k], "rank"),
-            init="he_uniform",
             contracting=-2,
+            **_init_of_a(target, init),
         )
-        flat[f"{path}.lora_b"] = info.ParamInfo(
+        flat[f"{path}.lora_b"] = dataclasses.replace(
+            outer,
             shape=(*lead[0], target.r, weight.shape[n]),
-            dtype="float32",
             axes=(*lead[1], "rank", weight.axes[n]),
-            init="zeros",
             contracting=-2,
+            # As in PEFT it is the other factor of an embedding's adapter that begins at zero.
+            **({"init": "normal", "std": 1.0} if target.is_embedding else {"init": "zeros"}),
         )
+        if target.use_dora:
+            flat[f"{path}.lora_magnitude"] = dataclasses.replace(outer, init="ones")
     return trees.unflatten(flat)
 
 
+def _init_of_a(target: Target, init: str) -> dict[str, Any]:
+    if target.is_embedding:
+        return {"init": "zeros"}
+    if init == "gaussian":
+        return {"init": "normal", "std": 1 / target.r}
+    return {"init": "he_uniform"}
+
+
+def initial(infos: trees.Tree, targets: Mapping[str, Target], *, key: jax.Array) -> trees.Tree:
+    """Initial values of adapters that do not depend on the weights; padding of ranks is zero.
+
+    Magnitudes come out as ones: see `magnitudes`.
+    """
+    declared = trees.flatten(infos)
+    flat = trees.flatten(info.initial_tree(infos, key=key))
+    for path, target in targets.items():
+        if len(set(target.ranks)) > 1:
+            mask = rank_mask(target)
+            a, b = f"{path}.lora_a", f"{path}.lora_b"
+            # A normal lora_a has the deviation 1 / r of each layer's own rank.
+            own = 1.0 if declared[a].std is None else target.r / mask.sum(1, keepdims=True)
+            flat[a] = flat[a] * (mask * own)[:, None, :]
+            flat[b] = flat[b] * mask[:, :, None]
+    return trees.unflatten(flat)
+
+
+def rank_mask(target: Target) -> np.ndarray:
+    """`[n, r]`, 1 where a layer has that rank, 0 in its padding."""
+    columns = np.arange(target.r)[None, :] < np.asarray(target.ranks)[:, None]
+    return columns.astype(np.float32)
+
+
+def count(infos: trees.Tree, targets: Mapping[str, Target]) -> int:
+    """Number of trained elements; the padding of ranks is none."""
+    total = 0
+    for path, leaf in trees.flatten(infos).items():
+        module, _, name = path.rpartition(".")
+        size = int(np.prod(leaf.shape, dtype=np.int64))
+        if name in ("lora_a", "lora_b"):
+            target = targets[module]
+            size = size * sum(target.ranks) // (len(target.ranks) * target.r)
+        total += size
+    return total
+
+
 def is_adapter(path: str) -> bool:
-    """Whether the leaf at `path` is part of an adapter."""
-    return path.rpartition(".")[2].startswith("lora_")
+    """Whether the leaf at `path` is part of an adapter; rows of trained tokens count as one."""
+    name = path.rpartition(".")[2]
+    return name.startswith("lora_") or name == "trainable_tokens"
 
 
 def expand(adapter: jax.Array, layers: Sequence[int], stack_size: int) -> jax.Array:
@@ -267,6 +180,71 @@ def _dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int, out: Any = None) -> j
 delta.defvjp(_delta_fwd, _delta_bwd)
 
 
-def merged(weight: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scaling: float) -> jax.Array:
-    """`W + scaling · A B` for a `[..., K, N]` weight: the base with its adapter folded in."""
-    return weight + scaling * (lora_a @ lora_b)
+def merged(
+    weight: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scaling: float,
+    magnitude: jax.Array | None = None,
+) -> jax.Array:
+    """`W + scaling · A B` for a `[..., K, N]` weight: the base with its adapter folded in.
+
+    With a `magnitude` [..., N] each column is scaled to that norm (Liu et al. 2024, equation 5).
+    """
+    summed = weight + scaling * (lora_a @ lora_b)
+    if magnitude is None:
+        return summed
+    return summed * (magnitude / column_norms(summed))[..., None, :]
+
+
+def column_norms(weight: jax.Array) -> jax.Array:
+    """Euclidean norm over the inputs of each output: `[..., K, N] -> [..., N]`."""
+    return jnp.sqrt(jnp.sum(jnp.square(weight), axis=-2))
+
+
+def dora_factor(
+    weight: quant.Weight,
+    contracting: int,
+    adapter: tuple[jax.Array, jax.Array, jax.Array],
+    magnitude: jax.Array,
+) -> jax.Array:
+    """What DoRA multiplies `x (W + scaling · A B)` by: magnitude / norm, `[N]` float32.
+
+    The norm is a constant to the gradient (Liu et al. 2024, section 4.3).
+
+    Args:
+      weight: the whole weight, quantised or not.
+      contracting: its contracting dimension.
+      adapter: `lora_a` [K, r], `lora_b` [r, N] and the scaling.
+      magnitude: `[N]`.
+    """
+    lora_a, lora_b, scaling = adapter
+    values = quant.dequantise(weight).astype(jnp.float32)
+    values_KN = values if contracting == -2 else values.T
+    norm = column_norms(values_KN + scaling * (lora_a @ lora_b))
+    return magnitude / jax.lax.stop_gradient(norm)
+
+
+class Factors(NamedTuple):
+    """The adapter that a weight was split into: `lora_a` [K, r] and `lora_b` [r, N], float32."""
+
+    lora_a: jax.Array
+    lora_b: jax.Array
+
+
+def svd_factors(weight_KN: jax.Array, r: int, scaling: float) -> Factors:
+    """The `r` largest singular values of a weight as an adapter (Meng et al. 2024, PiSSA)."""
+    u, s, vh = jnp.linalg.svd(weight_KN.astype(jnp.float32), full_matrices=False)
+    root = jnp.sqrt(s[:r] / scaling)
+    return Factors(u[:, :r] * root[None, :], root[:, None] * vh[:r])
+
+
+def qr_factors(weight_KN: jax.Array, r: int) -> Factors:
+    """The first `r` columns of Q and rows of R of the `[N, K]` weight (Büyükakyüz 2024, OLoRA)."""
+    q, upper = jnp.linalg.qr(weight_KN.astype(jnp.float32).T)
+    return Factors(upper[:r].T, q[:, :r].T)
+
+
+def residual(weight_KN: jax.Array, factors: Factors, scaling: float) -> jax.Array:
+    """What is left of a weight beside the adapter that was taken out of it."""
+    return weight_KN.astype(jnp.float32) - scaling * (factors.lora_a @ factors.lora_b)

@@ -72,20 +72,23 @@ def xent_sum(
     return _chunked_sum(tokens, *_split(head))
 
 
+# What of the head is trained beside its weight.
+_TRAINED = ("lora_a", "lora_b", "magnitude", "token_rows")
+
+
 def _split(head: params.Module) -> tuple[params.Module, params.Module]:
     """The head as two modules: what gets a gradient, and what does not."""
-    trained = dataclasses.replace(
-        head, weight=None if head.frozen else head.weight, scaling=None, bias=None
-    )
-    frozen = dataclasses.replace(
-        head, weight=head.weight if head.frozen else None, lora_a=None, lora_b=None
-    )
-    return trained, frozen
+    weight = None if head.frozen else head.weight
+    trained = dataclasses.replace(head, weight=weight, scaling=None, bias=None)
+    nothing: dict[str, Any] = dict.fromkeys(_TRAINED)
+    weight = head.weight if head.frozen else None
+    return trained, dataclasses.replace(head, weight=weight, **nothing)
 
 
 def _joined(trained: params.Module, frozen: params.Module) -> params.Module:
     weight = frozen.weight if trained.weight is None else trained.weight
-    return dataclasses.replace(frozen, weight=weight, lora_a=trained.lora_a, lora_b=trained.lora_b)
+    parts = {name: getattr(trained, name) for name in _TRAINED}
+    return dataclasses.replace(frozen, weight=weight, **parts)
 
 
 def _whole(head: params.Module) -> params.Module:

@@ -28,17 +28,18 @@ record says 1). Numbers that are not finite stand as the strings "nan", "inf" an
             prompt                  text
             text                    generated text, without the prompt
     event   step                    steps done
-            name                    one word: start, resume, save, skip, finish, ...
+            name                    one word: start, resume, save (it begins), skip, finish, ...
             detail                  text
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TextIO
 
@@ -113,12 +114,13 @@ class MetricsLog:
 
     def write(self, record: Record) -> None:
         """Appends one record, of plain Python values."""
-        try:
+        with self._explained():
             self._file.write(_to_json(record) + "\n")
-        except OSError as error:
-            raise errors.CheckpointError(
-                str(self._path), None, f"cannot be written: {error}", "free some space"
-            ) from error
+
+    def sync(self) -> None:
+        """Waits until all records are on disk, so that a machine that fails does not lose them."""
+        with self._explained():
+            os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
         """Drops the records of later steps, which a run resumed from `step` makes anew.
@@ -151,7 +153,17 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the file; every record is in it already."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # A line that a full disk refused is tried once more.
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise errors.CheckpointError(
+                str(self._path), None, f"cannot be written: {error}", "free some space"
+            ) from error
 
     def _open(self) -> TextIO:
         return self._path.open("a", encoding="utf-8", buffering=1)

@@ -4,13 +4,14 @@ The transformation holds no learning rate: the schedule is a function of the sta
 which counts consumed global batches, and multiplies the update in the step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from purelora import config
+from purelora import config, info
 from purelora import tree as trees
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -41,14 +42,13 @@ def schedule(cfg: config.OptimConfig, total_steps: int) -> Schedule:
     return rate
 
 
-def transformation(
-    cfg: config.OptimConfig, decayed: Mapping[str, object]
-) -> optax.GradientTransformation:
+def transformation(cfg: config.OptimConfig, infos: trees.Tree) -> optax.GradientTransformation:
     """Clipping, AdamW or SGD, and decoupled weight decay; everything but the learning rate.
 
     Args:
       cfg: the optimiser's settings.
-      decayed: tree of booleans parallel to the trained tree: which leaves weight decay applies to.
+      infos: declarations of the trained leaves; weight decay applies to matrices and adapters, not
+        to norms, biases and magnitudes.
     """
     parts = [optax.identity()]
     if cfg.clip_norm is not None:
@@ -58,10 +58,31 @@ def transformation(
     elif cfg.momentum:
         parts.append(optax.trace(decay=cfg.momentum))
     if cfg.weight_decay:
+        decayed = trees.map_leaves(lambda leaf: leaf.is_matrix, infos)
         parts.append(optax.add_decayed_weights(cfg.weight_decay, mask=decayed))
+    if cfg.loraplus_lr_ratio != 1:
+        parts.append(_scaled(_rate_ratios(infos, cfg.loraplus_lr_ratio)))
     return optax.chain(*parts)
 
 
-def decayed_leaves(infos: trees.Tree) -> trees.Tree:
-    """Weight decay applies to matrices and adapters, not to norms and biases."""
-    return trees.map_leaves(lambda leaf: leaf.is_matrix, infos)
+def _rate_ratios(infos: trees.Tree, ratio: float) -> trees.Tree:
+    """LoRA+ (Hayou et al. 2024): `ratio` for `lora_b` and for vectors, 1 for the rest.
+
+    The transformation holds no learning rate, so the factor of the rate is one of the update.
+    """
+    flat = trees.flatten(infos)
+    return trees.unflatten({p: ratio if _is_faster(p, leaf) else 1.0 for p, leaf in flat.items()})
+
+
+def _is_faster(path: str, leaf: info.ParamInfo) -> bool:
+    return path.endswith(".lora_b") or not leaf.is_matrix
+
+
+def _scaled(ratios: trees.Tree) -> optax.GradientTransformation:
+    """Multiplies every leaf's update by its own constant."""
+
+    def update(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(lambda u, ratio: u * jnp.asarray(ratio, u.dtype), updates, ratios)
+
+    return optax.stateless(update)

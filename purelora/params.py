@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora import info, lora, quant
+from purelora import info, lora, quant, targets
 from purelora import tree as trees
+
+# The fields of a `Module` that its adapter fills.
+ADAPTER_FIELDS = ("lora_a", "lora_b", "scaling", "magnitude")
 
 
 def whole(weight: quant.Weight) -> quant.Weight:
@@ -25,8 +28,8 @@ def whole(weight: quant.Weight) -> quant.Weight:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "bias", "lora_a", "lora_b", "scaling"],
-    meta_fields=["name", "gather", "contracting", "frozen"],
+    data_fields=["weight", "bias", "lora_a", "lora_b", "scaling", "magnitude", "token_rows"],
+    meta_fields=["name", "gather", "contracting", "frozen", "token_ids"],
 )
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -37,10 +40,13 @@ class Module:
       bias: `[N]`, or None.
       lora_a, lora_b: the adapters, or None.
       scaling: factor of the adapter's output, one a layer, or None.
+      magnitude: DoRA's norm of each output's weights, or None.
+      token_rows: trained rows of the embedding, or None.
       name: tree path of the module.
       gather: makes a shard of the weight whole.
       contracting: dimension of the weight that a matmul sums over; None for a vector.
       frozen: whether the weight is not trained, so that no gradient of it is formed.
+      token_ids: which rows `token_rows` are.
     """
 
     weight: Any
@@ -48,10 +54,13 @@ class Module:
     lora_a: jax.Array | None
     lora_b: jax.Array | None
     scaling: jax.Array | None
+    magnitude: jax.Array | None
+    token_rows: jax.Array | None
     name: str
     gather: quant.Gather
     contracting: int | None
     frozen: bool
+    token_ids: tuple[int, ...]
 
 
 def bind(
@@ -59,7 +68,7 @@ def bind(
     trainable: Mapping[str, Any],
     *,
     infos: Mapping[str, info.ParamInfo],
-    targets: Mapping[str, lora.Target],
+    adaptation: targets.Adaptation,
     gathers: Mapping[str, quant.Gather],
 ) -> trees.Tree:
     """Joins the frozen and the trainable tree into one tree of `Module`s.
@@ -68,7 +77,7 @@ def bind(
       base: frozen leaves.
       trainable: trained leaves; adapters or weights, never a path that `base` has.
       infos: flat declarations of the unquantised weights.
-      targets: the adapters by module path.
+      adaptation: what is trained beside the base; nothing when all weights are.
       gathers: how to make the sharded leaves whole, by leaf path; the others are whole.
     """
     trained = trees.flatten(trainable)
@@ -79,11 +88,13 @@ def bind(
         modules[path] = Module(
             weight=leaves.get(weight),
             bias=leaves.get(f"{path}.bias"),
-            **_adapter(path, leaves, infos, targets),
+            **_adapter(path, leaves, infos, adaptation.targets),
+            token_rows=leaves.get(f"{path}.trainable_tokens"),
             name=path,
             gather=gathers.get(weight, whole),
             contracting=infos[weight].contracting if weight in infos else None,
             frozen=weight not in trained,
+            token_ids=adaptation.token_ids,
         )
     return trees.unflatten(modules)
 
@@ -92,23 +103,27 @@ def _adapter(
     path: str,
     leaves: Mapping[str, Any],
     infos: Mapping[str, info.ParamInfo],
-    targets: Mapping[str, lora.Target],
+    adapted: Mapping[str, targets.Target],
 ) -> dict[str, jax.Array | None]:
-    """`lora_a`, `lora_b` and `scaling` of one module, spread over its stack."""
-    if path not in targets:
-        return {"lora_a": None, "lora_b": None, "scaling": None}
-    target = targets[path]
-    a, b = leaves[f"{path}.lora_a"], leaves[f"{path}.lora_b"]
+    """`lora_a`, `lora_b`, `magnitude` and `scaling` of one module, spread over its stack."""
+    if path not in adapted:
+        return dict.fromkeys(ADAPTER_FIELDS)
+    target = adapted[path]
+    values = {
+        "lora_a": leaves[f"{path}.lora_a"],
+        "lora_b": leaves[f"{path}.lora_b"],
+        "magnitude": leaves[f"{path}.lora_magnitude"] if target.use_dora else None,
+    }
     if not target.layers:
-        return {"lora_a": a, "lora_b": b, "scaling": jnp.float32(target.scaling)}
+        return values | {"scaling": jnp.float32(target.scalings[0])}
     size = infos[f"{path}.weight"].shape[0]
     scaling = np.zeros(size, np.float32)
-    scaling[list(target.layers)] = target.scaling
-    return {
-        "lora_a": lora.expand(a, target.layers, size),
-        "lora_b": lora.expand(b, target.layers, size),
-        "scaling": jnp.asarray(scaling),
+    scaling[list(target.layers)] = target.scalings
+    spread = {
+        name: None if value is None else lora.expand(value, target.layers, size)
+        for name, value in values.items()
     }
+    return spread | {"scaling": jnp.asarray(scaling)}
 
 
 def layer(stack: trees.Tree, index: int) -> trees.Tree:

@@ -15,7 +15,7 @@ import qwix
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from purelora import config, errors, flops, info, lora, quant, specs
+from purelora import config, errors, flops, info, lora, quant, specs, targets
 from purelora import tree as trees
 from purelora.models import causal_lm
 
@@ -49,6 +49,20 @@ class Plan:
         rules = specs.adapter_rules(specs.RULES, sharded)
         return specs.spec_tree(self.trainable_infos, self.mesh, rules)
 
+    @property
+    def loaded(self) -> tuple[trees.Tree, trees.Tree]:
+        """Declarations and specs of everything that is read: the base and what is trained whole."""
+        full = self.model.adaptation.full
+        if not self.config.lora.enabled:
+            return self.trainable_infos, self.trainable_specs
+
+        def with_full(base: trees.Tree, trained: trees.Tree) -> trees.Tree:
+            flat = trees.flatten(trained)
+            return trees.combine(base, trees.unflatten({path: flat[path] for path in full}))
+
+        infos = with_full(self.base_infos, self.trainable_infos)
+        return infos, with_full(self.base_specs, self.trainable_specs)
+
     @functools.cached_property
     def gathers(self) -> dict[str, specs.Gather]:
         """How the model makes its sharded weights whole; adapters are gathered by the step."""
@@ -74,6 +88,7 @@ class Plan:
     def flops_per_token(self) -> float:
         """Operations per token of a training step."""
         adapters = trees.flatten(self.trainable_infos) if self.config.lora.enabled else {}
+        adapters = {path: leaf for path, leaf in adapters.items() if leaf.is_matrix}
         return flops.per_token(
             self.model.flat_infos,
             adapters,
@@ -84,20 +99,41 @@ class Plan:
 
     def describe_targets(self) -> str:
         """Which modules are trained, and the trained share of all parameters."""
-        trained, base = trees.count(_plain(self.trainable_infos)), self._base_count
-        total = trained + base
+        adaptation = self.model.adaptation
+        trained = lora.count(self.trainable_infos, adaptation.targets)
+        total = trained + trees.count(_plain(self.base_infos))
         share = f"{trained:,} of {total:,} parameters trained ({trained / total:.3%})"
         if not self.config.lora.enabled:
             return f"full fine-tuning: {share}"
-        modules = [
-            f"{path.rpartition('.')[2]} in {len(t.names)} layer{'s' if len(t.names) != 1 else ''}"
-            for path, t in self.model.targets.items()
-        ]
-        return f"adapters (r={self.config.lora.r}) on {', '.join(modules)}: {share}"
+        parts = [_describe_adapters(adaptation)]
+        if adaptation.full:
+            tied = f" ({targets.HEAD} is tied to it)" if self._trains_tied_table else ""
+            parts.append(f"in full {', '.join(adaptation.full)}{tied}")
+        if adaptation.token_ids:
+            parts.append(f"{len(adaptation.token_ids)} rows of {targets.EMBEDDING}")
+        return f"{', '.join(parts)}: {share}"
 
     @property
-    def _base_count(self) -> int:
-        return trees.count(_plain(self.model.infos)) if self.config.lora.enabled else 0
+    def _trains_tied_table(self) -> bool:
+        return self.model.is_tied and f"{targets.EMBEDDING}.weight" in self.model.adaptation.full
+
+
+def _describe_adapters(adaptation: targets.Adaptation) -> str:
+    """`adapters (r=16) on q_proj in 30 layers, ...`, with the ranks of a target that differs."""
+    ranks = {r for target in adaptation.targets.values() for r in target.ranks}
+    modules = []
+    for path, target in adaptation.targets.items():
+        count = len(target.names)
+        own = f" (r={_span(target.ranks)})" if len(ranks) > 1 else ""
+        name = f"{path.rpartition('.')[2]}{own}"
+        modules.append(f"{name} in {count} layer{'s' if count != 1 else ''}")
+    shared = f" (r={min(ranks)})" if len(ranks) == 1 else ""
+    return f"adapters{shared} on {', '.join(modules)}"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    low, high = min(ranks), max(ranks)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def make(
@@ -118,7 +154,9 @@ def make(
         mesh = specs.make_mesh(settings.mesh.data, settings.mesh.fsdp, devices)
         _check_rows(settings, mesh)
     with errors.collected(problems):
-        model = model.with_targets(_targets(settings, model))
+        if settings.lora.enabled:
+            model = model.adapted(settings.lora)
+            _check_factors(settings.lora, model)
     with errors.collected(problems):
         _check_quantised(settings.quant, model)
     if problems:
@@ -126,20 +164,29 @@ def make(
     if not settings.lora.enabled:
         return _checked(Plan(settings, model, mesh, {}, model.infos))
     q = settings.quant
-    base = quant.quantised_infos(model.infos, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
-    return _checked(Plan(settings, model, mesh, base, model.adapter_infos()))
-
-
-def _targets(settings: config.Config, model: causal_lm.CausalLM) -> dict[str, lora.Target]:
-    if not settings.lora.enabled:
-        return {}
-    return lora.resolve_targets(
-        model.modules,
-        r=settings.lora.r,
-        lora_alpha=settings.lora.lora_alpha,
-        target_modules=settings.lora.target_modules,
-        exclude_modules=settings.lora.exclude_modules,
+    base = quant.quantised_infos(
+        model.frozen_infos(), qtype=q.qtype, tile_size=q.tile_size, skip=q.skip
     )
+    trainable = model.adapter_infos(settings.lora.init_lora_weights)
+    return _checked(Plan(settings, model, mesh, base, trainable))
+
+
+def _check_factors(settings: config.LoraConfig, model: causal_lm.CausalLM) -> None:
+    """Raises ConfigError where a weight cannot be split into an adapter and a rest."""
+    init, problems = settings.init_lora_weights, []
+    if init not in ("pissa", "olora", "loftq"):
+        return
+    for path, target in model.adaptation.targets.items():
+        weight = model.modules[path]
+        most = min(weight.weight.shape[-2:])
+        if weight.kind != "linear":
+            what = f"would change {path}, which may be tied; it is for linear modules"
+            problems.append(errors.Problem("lora.init_lora_weights", init, what, f"exclude {path}"))
+        elif target.r > most:
+            what = f"is more than the {most} singular values of {path}"
+            problems.append(errors.Problem("lora.r", target.r, what, f"use at most {most}"))
+    if problems:
+        raise errors.ConfigError.of(problems)
 
 
 def _check_quantised(q: config.QuantConfig, model: causal_lm.CausalLM) -> None:

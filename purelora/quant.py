@@ -1,9 +1,22 @@
 """The frozen base's weights: quantised layout, quantisation and the matmul that keeps shards small.
 
-A quantised weight is a `qwix.QArray`: `qvalue` has the weight's shape, `scale` has its rank, with
-1 (one scale per output channel) or the tile count in the contracting dimension, and
-`weight = qvalue * repeat(scale)`. The same QArray with infos or PartitionSpecs in place of arrays
-is its declaration and its layout.
+A quantised weight is a `qwix.QArray` whose `scale` has the weight's rank, with 1 (one scale per
+output channel) or the tile count in the contracting dimension, and
+
+    weight = decode(qvalue) * repeat(scale)
+
+    qtype  qvalue                                                        decode
+    int8   int8, the weight's shape                                      the number itself
+    fp8    uint8, the bits of a float8_e4m3fn                            that number
+    int4   uint8, two codes a byte: half the contracting dimension       code - 8
+    nf4    uint8, the same                                               NF4_BOOK[code]
+
+Byte j of two codes holds the rows 2j (low half) and 2j + 1 of the contracting dimension, so any cut
+between bytes is a cut between rows and shards need no care. The dtypes int4 and float8 are not used
+for storage: XLA's CPU backend widens a whole stack of them, once a call, to a byte a code (int4) or
+to float16 (float8), and gathers them so wide.
+
+The same QArray with infos or PartitionSpecs in place of arrays is its declaration and its layout.
 
 `frozen_dot` is the one matmul with frozen weights. Its custom VJP takes the **local shard** as
 input and keeps it as residual: codes and scales are gathered inside the forward pass and again
@@ -13,9 +26,10 @@ over all layers, whatever the remat policy.
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +39,89 @@ from purelora import errors
 from purelora import info as infos_lib
 from purelora import tree as trees
 
-QTYPES = {"int8": jnp.int8}
-
 Weight = Any  # jax.Array | qwix.QArray: a QArray's fields may also hold infos or specs
 Gather = Callable[[Weight], Weight]
 DType = Any  # Whatever jnp.dtype takes.
+
+# Dettmers et al. 2023 (QLoRA), appendix E.
+NF4_BOOK = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class _Format(NamedTuple):
+    """How the codes of one qtype are kept.
+
+    Attributes:
+      qtype: what qwix calls it.
+      stored: dtype of `qvalue`.
+      codes_per_byte: 1 or 2.
+      encode: `(codes of qwix, weight / scale)` as integers of `stored`, one each.
+      decode: such integers as numbers of a float dtype.
+    """
+
+    qtype: Any
+    stored: str
+    codes_per_byte: int
+    encode: Callable[[jax.Array, jax.Array], jax.Array]
+    decode: Callable[[jax.Array, DType], jax.Array]
+
+
+def _encode_int8(codes: jax.Array, relative: jax.Array) -> jax.Array:
+    del relative
+    return codes
+
+
+def _decode_int8(codes: jax.Array, dtype: DType) -> jax.Array:
+    return codes.astype(dtype)
+
+
+def _encode_int4(codes: jax.Array, relative: jax.Array) -> jax.Array:
+    del relative
+    return (codes.astype(jnp.int8) + jnp.int8(8)).astype(jnp.uint8)
+
+
+def _decode_int4(codes: jax.Array, dtype: DType) -> jax.Array:
+    return (codes.astype(jnp.int8) - jnp.int8(8)).astype(dtype)
+
+
+def _encode_nf4(codes: jax.Array, relative: jax.Array) -> jax.Array:
+    # qwix measures the distance to all 16 numbers: 20 times slower, with twice the weight's memory.
+    del codes
+    borders = [(low + high) / 2 for low, high in itertools.pairwise(NF4_BOOK)]
+    above = [(relative > border).astype(jnp.uint8) for border in borders]
+    return functools.reduce(jnp.add, above)
+
+
+def _decode_nf4(codes: jax.Array, dtype: DType) -> jax.Array:
+    # Of lookups and trees of selects this was the fastest or near it, for 1 to 128 rows.
+    return jnp.asarray(NF4_BOOK, dtype).at[codes].get(mode="promise_in_bounds")
+
+
+def _encode_fp8(codes: jax.Array, relative: jax.Array) -> jax.Array:
+    del relative
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def _decode_fp8(codes: jax.Array, dtype: DType) -> jax.Array:
+    # float16 has one exponent bit more, so that a shift by 7 gives the number times 2^(7 - 15).
+    # A conversion from float8 costs the CPU ten times as much.
+    bits = codes.astype(jnp.uint16)
+    halves = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    small = jax.lax.bitcast_convert_type(halves, jnp.float16).astype(jnp.float32)
+    return (small * jnp.float32(256)).astype(dtype)
+
+
+_FORMATS = {
+    "int8": _Format(jnp.int8, "int8", 1, _encode_int8, _decode_int8),
+    "fp8": _Format(jnp.float8_e4m3fn, "uint8", 1, _encode_fp8, _decode_fp8),
+    "int4": _Format(jnp.int4, "uint8", 2, _encode_int4, _decode_int4),
+    "nf4": _Format("nf4", "uint8", 2, _encode_nf4, _decode_nf4),
+}
+_BY_QTYPE = {form.qtype: form for form in _FORMATS.values()}
 
 
 def is_skipped(path: str, skip: Sequence[str]) -> bool:
@@ -65,28 +157,62 @@ def quantised_infos(
     """Replaces the info of every matrix that is not skipped by a QArray of infos.
 
     `tile_size` must divide the contracting dimension (`specs` checks that before, with the mesh).
+
+    Raises:
+      ConfigError: matrices whose tiles or contracting dimension cannot hold two codes a byte.
     """
     if qtype == "none":
         return infos
     flat = trees.flatten(infos)
+    chosen = {p: i for p, i in flat.items() if i.is_matrix and not is_skipped(p, skip)}
+    if _FORMATS[qtype].codes_per_byte == 2:
+        _check_pairs(chosen, qtype, tile_size)
     return trees.unflatten(
         {
-            path: _quantised_info(leaf, qtype, tile_size)
-            if leaf.is_matrix and not is_skipped(path, skip)
-            else leaf
+            path: _quantised_info(leaf, qtype, tile_size) if path in chosen else leaf
             for path, leaf in flat.items()
         }
     )
 
 
+def _check_pairs(
+    matrices: dict[str, infos_lib.ParamInfo], qtype: str, tile_size: int | None
+) -> None:
+    """Two codes share a byte and never a scale apart: their count must be even.
+
+    With fewer than 4 the shapes alone would not tell which dimension is packed.
+    """
+    problems = []
+    for path, leaf in matrices.items():
+        length, axis = leaf.shape[leaf.matrix_dims[0]], leaf.axes[leaf.matrix_dims[0]]
+        count = length if tile_size is None else tile_size
+        if count % 2 == 0 and count >= 4:
+            continue
+        what = f"{path}: {qtype} keeps two codes a byte, so {{}} must be even and at least 4"
+        if tile_size is None:
+            what, remedy = what.format(f"{axis} = {length}"), "use 'int8', or name it in quant.skip"
+            problems.append(errors.Problem("quant.qtype", qtype, what, remedy))
+        else:
+            good = [t for t in range(4, length + 1, 2) if length % t == 0]
+            near = min(good, key=lambda t: abs(t - count), default=None)
+            remedy = f"use {near}" if near else "use 'int8', or name it in quant.skip"
+            what = what.format("the tile size")
+            problems.append(errors.Problem("quant.tile_size", tile_size, what, remedy))
+    if problems:
+        raise errors.ConfigError.of(problems)
+
+
 def _quantised_info(info: infos_lib.ParamInfo, qtype: str, tile_size: int | None) -> qwix.QArray:
+    form = _FORMATS[qtype]
     axis, _ = info.matrix_dims
-    tiles = 1 if tile_size is None else info.shape[axis] // tile_size
-    shape = (*info.shape[:axis], tiles, *info.shape[axis + 1 :])
-    axes = tuple(a if n > 1 else None for a, n in zip(info.axes, shape, strict=True))
-    codes = dataclasses.replace(info, dtype=qtype, init="zeros")
-    scale = dataclasses.replace(info, shape=shape, dtype="float32", axes=axes, init="zeros")
-    return qwix.QArray(codes, scale, None, QTYPES[qtype])
+    length = info.shape[axis]
+    tiles = 1 if tile_size is None else length // tile_size
+    scale_shape = (*info.shape[:axis], tiles, *info.shape[axis + 1 :])
+    axes = tuple(a if n > 1 else None for a, n in zip(info.axes, scale_shape, strict=True))
+    codes_shape = (*info.shape[:axis], length // form.codes_per_byte, *info.shape[axis + 1 :])
+    codes = dataclasses.replace(info, shape=codes_shape, dtype=form.stored, init="zeros")
+    scale = dataclasses.replace(info, shape=scale_shape, dtype="float32", axes=axes, init="zeros")
+    return qwix.QArray(codes, scale, None, form.qtype)
 
 
 def quantise(weight: jax.Array, like: qwix.QArray) -> qwix.QArray:
@@ -94,20 +220,52 @@ def quantise(weight: jax.Array, like: qwix.QArray) -> qwix.QArray:
 
     Scales are float32 whatever the dtype of `weight`.
     """
-    info, scale = like.qvalue, like.scale
-    axis = weight.ndim + info.contracting
-    length, tiles = weight.shape[axis], scale.shape[info.contracting]
+    form, contracting = _BY_QTYPE[like.qtype], like.qvalue.contracting
+    axis = weight.ndim + contracting
+    length, tiles = weight.shape[axis], like.scale.shape[contracting]
     tiled = {axis: length // tiles} if tiles > 1 else {}
     channelwise = tuple(i for i in range(weight.ndim) if i != axis)
-    q = qwix.quantize(
-        weight.astype(jnp.float32), like.qtype, channelwise_axes=channelwise, tiled_axes=tiled
-    )
-    return qwix.QArray(q.qvalue, q.scale, None, like.qtype)
+    weight = weight.astype(jnp.float32)
+    q = qwix.quantize(weight, like.qtype, channelwise_axes=channelwise, tiled_axes=tiled)
+    codes = form.encode(q.qvalue, _scaled(weight, 1 / q.scale, axis))
+    if form.codes_per_byte == 2:
+        low, high = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in (0, 1))
+        codes = low | (high << 4)
+    return qwix.QArray(codes, q.scale, None, like.qtype)
 
 
 def dequantise(weight: Weight) -> jax.Array:
-    """The float values of a weight; a plain array is returned as it is."""
-    return qwix.dequantize(weight) if isinstance(weight, qwix.QArray) else weight
+    """The float32 values of a quantised weight; a plain array is returned as it is."""
+    if not isinstance(weight, qwix.QArray):
+        return weight
+    pairs = zip(weight.qvalue.shape, weight.scale.shape, strict=True)
+    # No dimension differs where each code has a scale of its own; then any will do.
+    differing = [i for i, (codes, scales) in enumerate(pairs) if codes != scales]
+    return _whole(weight, differing[0] if differing else 0)
+
+
+def _whole(weight: qwix.QArray, axis: int) -> jax.Array:
+    """`dequantise` with the contracting dimension given."""
+    form = _BY_QTYPE[weight.qtype]
+    parts = [form.decode(codes, jnp.float32) for codes in _codes(weight)]
+    shape = (*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
+    values = jnp.stack(parts, axis + 1).reshape(shape) if len(parts) > 1 else parts[0]
+    return _scaled(values, weight.scale, axis)
+
+
+def _codes(weight: qwix.QArray) -> list[jax.Array]:
+    """The codes one by one: all of them, or those of the even and those of the odd rows."""
+    if _BY_QTYPE[weight.qtype].codes_per_byte == 1:
+        return [weight.qvalue]
+    return [weight.qvalue & 0xF, weight.qvalue >> 4]
+
+
+def _scaled(values: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
+    """Multiplies each tile along `axis` with its scale."""
+    before, length, after = values.shape[:axis], values.shape[axis], values.shape[axis + 1 :]
+    tiles = scale.shape[axis]
+    tiled = values.reshape(*before, tiles, length // tiles, *after)
+    return (tiled * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
 
 
 def take_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -115,9 +273,7 @@ def take_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if not isinstance(weight, qwix.QArray):
         return weight[rows].astype(dtype)
     picked = qwix.QArray(weight.qvalue[rows], weight.scale[rows], None, weight.qtype)
-    tiles = picked.scale.shape[-1]
-    tiled = picked.qvalue.reshape(*picked.qvalue.shape[:-1], tiles, -1).astype(jnp.float32)
-    return (tiled * picked.scale[..., None]).reshape(picked.qvalue.shape).astype(dtype)
+    return _whole(picked, picked.qvalue.ndim - 1).astype(dtype)
 
 
 def dot(
@@ -125,16 +281,22 @@ def dot(
 ) -> jax.Array:
     """`x[..., K] · weight` over the weight's `contracting` dimension (-2: [K, N], -1: [N, K]).
 
-    Channel scales multiply the result, so the codes are never expanded to a float weight. The
-    result is in `out_dtype`, by default that of `x`.
+    Channel scales multiply the result, so the codes are never expanded to a float weight. Of two
+    codes a byte, those of the even and of the odd rows are two products, which is faster than to
+    put them in order. The result is in `out_dtype`, by default that of `x`.
     """
     out = x.dtype if out_dtype is None else out_dtype
     if not isinstance(weight, qwix.QArray):
         return _contract(x, weight.astype(x.dtype), contracting, out)
-    if weight.scale.shape[contracting] > 1:
-        return _contract(x, dequantise(weight).astype(x.dtype), contracting, out)
-    y = _contract(x, weight.qvalue.astype(x.dtype), contracting, jnp.float32)
-    return (y * _channel_scale(weight.scale, y.ndim)).astype(out)
+    parts = _parts(weight, contracting, x.dtype)
+    products = [
+        _contract(x[..., i :: len(parts)], part, contracting, jnp.float32)
+        for i, part in enumerate(parts)
+    ]
+    y = functools.reduce(jnp.add, products)
+    if weight.scale.shape[contracting] == 1:
+        y = y * _channel_scale(weight.scale, y.ndim)
+    return y.astype(out)
 
 
 def _dot_transposed(g: jax.Array, weight: Weight, contracting: int) -> jax.Array:
@@ -142,10 +304,25 @@ def _dot_transposed(g: jax.Array, weight: Weight, contracting: int) -> jax.Array
     other = -3 - contracting
     if not isinstance(weight, qwix.QArray):
         return _contract(g, weight.astype(g.dtype), other)
-    if weight.scale.shape[contracting] > 1:
-        return _contract(g, dequantise(weight).astype(g.dtype), other)
-    scaled = g.astype(jnp.float32) * _channel_scale(weight.scale, g.ndim)
-    return _contract(scaled.astype(g.dtype), weight.qvalue.astype(g.dtype), other)
+    if weight.scale.shape[contracting] == 1:
+        scaled = g.astype(jnp.float32) * _channel_scale(weight.scale, g.ndim)
+        g = scaled.astype(g.dtype)
+    parts = [_contract(g, part, other) for part in _parts(weight, contracting, g.dtype)]
+    if len(parts) == 1:
+        return parts[0]
+    return jnp.stack(parts, axis=-1).reshape(*g.shape[:-1], -1)
+
+
+def _parts(weight: qwix.QArray, contracting: int, dtype: DType) -> list[jax.Array]:
+    """The weight of `_codes` in `dtype`, without the scales where there is one per channel."""
+    decode = _BY_QTYPE[weight.qtype].decode
+    if weight.scale.shape[contracting] == 1:
+        return [decode(codes, dtype) for codes in _codes(weight)]
+    axis = weight.qvalue.ndim + contracting
+    return [
+        _scaled(decode(codes, jnp.float32), weight.scale, axis).astype(dtype)
+        for codes in _codes(weight)
+    ]
 
 
 def _channel_scale(scale: jax.Array, ndim: int) -> jax.Array:

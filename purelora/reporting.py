@@ -41,8 +41,14 @@ def say(text: str) -> None:
 
 
 def check_workdir(settings: config.Config) -> None:
-    """Raises ConfigError, before anything slow begins, if the run could not write to its folder."""
+    """Raises ConfigError, before anything slow begins, if the run could not write to its folder.
+
+    Where a run has been, its lock is taken at once: what is there must not change any more.
+    """
+    lock = pathlib.Path(settings.workdir) / "lock"
     try:
+        if lock.is_file():
+            _lock(lock.parent)
         problem = _workdir_problem(pathlib.Path(settings.workdir))
     except (OSError, ValueError) as error:
         problem = f"is no usable path: {error}"
@@ -133,6 +139,23 @@ class Reporter:
         self._progress.write(f"{name} at step {number}: {detail}")
         self._last = time.perf_counter()
 
+    @contextlib.contextmanager
+    def saving(self, number: int) -> Iterator[None]:
+        """Around the save of a step: puts the records up to it on disk before it can be complete.
+
+        So a run that goes on from it has them all. The time of the save is not that of a step.
+        """
+        self.flush()
+        self.event(number, "save", f"{self._run.settings.workdir}/checkpoints/{number}")
+        self._log.sync()
+        yield
+        self._last = time.perf_counter()
+
+    def exported(self, number: int, folder: pathlib.Path | None) -> None:
+        """Records where the adapter was written, if there is one."""
+        if folder is not None:
+            self.event(number, "export", str(folder))
+
     def finish(self, current: state.TrainState) -> None:
         """Records the end of the run with its mean rates."""
         rates = [f"{rate:.0f}" for rate in self._throughput.mean() if rate is not None][:2]
@@ -178,6 +201,7 @@ class Reporter:
         self.event(number, "skip", f"not finite: {detail}")
         hopeless = self._skipped_in_a_row >= _MOST_SKIPPED_IN_A_ROW
         if hopeless or self._run.settings.nan_policy == "abort":
+            self._run.checkpoints.wait()
             saved = self._run.checkpoints.steps()
             last = f"the same command continues from step {saved[-1]}" if saved else (
                 "no checkpoint was saved: set checkpoint.save_steps"

@@ -12,6 +12,8 @@ Exit status: 0 when the run is complete, 2 for an error that the user can fix, 1
 SIGTERM or SIGINT ended it (after saving).
 """
 
+import contextlib
+import time
 from collections.abc import Sequence
 
 from purelora import (
@@ -20,10 +22,12 @@ from purelora import (
     compilation,
     config,
     evaluation,
+    metrics,
     plan,
     reporting,
     signals,
     state,
+    story,
 )
 
 
@@ -42,39 +46,91 @@ def main(argv: Sequence[str]) -> int:
     run, start = assembly.build(model, run_plan, reporting.say)
     if int(start.step) >= run.total_steps:
         reporting.say(f"complete: {settings.workdir} is at step {int(start.step)} already")
+        story.finish_once(run, int(start.step))
         return 0
-    with signals.catch() as stop, reporting.reporting(run, start) as reporter:
+    with (
+        signals.catch() as stop,
+        reporting.reporting(run, start) as reporter,
+        contextlib.closing(run.checkpoints),
+    ):
+        story.begin(run, int(start.step))
         train(run, start, reporter, stop)
+        if not stop.requested:
+            reporter.exported(run.total_steps, story.finish(run, run.total_steps))
     return stop.status
 
 
 def train(
     run: assembly.Run, current: state.TrainState, reporter: reporting.Reporter, stop: signals.Stop
 ) -> state.TrainState:
-    """The loop: steps until the last one or until a signal asks to stop; saves at the end."""
-    every = run.settings
-    first = int(current.step)
+    """The loop: steps until the last one or until a signal asks to stop; saves at the end.
+
+    The state of the last step is complete on disk when this returns.
+    """
+    every, first = run.settings, int(current.step)
+    saves = Saves(every.checkpoint, first=first + 1)
     if first == 0:
         reporter.evaluated(evaluation.evaluate(run, current, stop))
         reporter.sampled(evaluation.sample(run, current))
     for number in range(first + 1, run.total_steps + 1):
         batch = run.data.train.batch(number - 1)
-        current, metrics = run.train_step(current, run.base, run.place(batch))
-        reporter.after_step(number, batch, metrics)
-        is_last = stop.requested or number == run.total_steps
+        current, result = run.train_step(current, run.base, run.place(batch))
+        reporter.after_step(number, batch, result)
+        is_last, evaluated = stop.requested or number == run.total_steps, None
         if is_last or is_due(number, every.eval_steps):
             reporter.flush()
-            reporter.evaluated(evaluation.evaluate(run, current, stop))
-        if is_last or is_due(number, every.checkpoint.save_steps):
-            reporter.flush()
-            run.checkpoints.save(number, current, run.meta)
-            reporter.event(number, "save", f"{every.workdir}/checkpoints/{number}")
+            evaluated = evaluation.evaluate(run, current, stop)
+            reporter.evaluated(evaluated)
+        if is_last or saves.are_due(number):
+            save(run, number, current, evaluated, reporter)
+            saves.done(run, number)
         if is_last:
             break
+    run.checkpoints.wait()
     if not stop.requested:
         reporter.sampled(evaluation.sample(run, current))
         reporter.finish(current)
     return current
+
+
+class Saves:
+    """When a run saves, beside its end: see `checkpoint.save_*` in configs/base.py."""
+
+    def __init__(self, settings: config.CheckpointConfig, *, first: int):
+        """Begins at `first`, the first step of this process."""
+        self._settings = settings
+        self._first = first
+        self._last_secs = time.monotonic()
+
+    def are_due(self, number: int) -> bool:
+        """Whether to save after step `number`."""
+        secs = self._settings.save_secs
+        return (
+            is_due(number, self._settings.save_steps)
+            or (self._settings.save_first and number == self._first)
+            or (secs is not None and time.monotonic() - self._last_secs >= secs)
+        )
+
+    def done(self, run: assembly.Run, number: int) -> None:
+        """After a save; the first one is waited for, so that it fails here if it fails."""
+        if number == self._first:
+            run.checkpoints.wait()
+        self._last_secs = time.monotonic()
+
+
+def save(
+    run: assembly.Run,
+    number: int,
+    current: state.TrainState,
+    evaluated: metrics.EvalRecord | None,
+    reporter: reporting.Reporter,
+) -> None:
+    """Saves step `number`, once all records up to it are on disk."""
+    eval_loss = None if evaluated is None else evaluated.loss
+    with reporter.saving(number):
+        run.checkpoints.save(
+            number, current, {**run.meta, "step": number, "eval_loss": eval_loss}, run.extras
+        )
 
 
 def is_due(number: int, every: int | None) -> bool:

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import qwix
 
 from purelora import tree as trees
 
@@ -22,12 +24,29 @@ def dequantised(base: Mapping[str, Any]) -> Flat:
     flat: Flat = {}
     for path, leaf in trees.flatten(base).items():
         if hasattr(leaf, "qvalue"):
-            codes, scale = np.asarray(leaf.qvalue, np.float32), np.asarray(leaf.scale)
+            codes, scale = _numbers(leaf), np.asarray(leaf.scale)
             for axis, (length, tiles) in enumerate(zip(codes.shape, scale.shape, strict=True)):
                 scale = np.repeat(scale, length // tiles, axis)
             leaf = jnp.asarray(codes * scale)
         flat[path] = leaf
     return flat
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    """What the codes stand for, one float an element."""
+    codes = np.asarray(leaf.qvalue)
+    if leaf.qtype == "nf4" or leaf.qtype == jnp.int4:
+        # Two a byte, along the dimension that the scales are fewer in.
+        axis = int(np.argmax(np.array(codes.shape) != leaf.scale.shape))
+        pairs = np.stack([codes % 16, codes // 16], axis=axis + 1)
+        codes = pairs.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :])
+        if leaf.qtype == "nf4":
+            book = qwix.QArray(jnp.arange(16, dtype=jnp.uint8), jnp.ones((1,)), None, "nf4")
+            return np.asarray(qwix.dequantize(book))[codes]
+        return codes.astype(np.float32) - 8
+    if leaf.qtype == jnp.float8_e4m3fn:
+        codes = codes.view(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float32)
 
 
 def merged(weights: Flat, adapters: Mapping[str, Any], scaling: float) -> Flat:

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
+import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from purelora import boundary, errors, info, lora, quant, specs
+from purelora import boundary, errors, info, quant, specs
 from purelora import tree as trees
 from purelora.io import builtin
 from purelora.models import causal_lm, layers
@@ -18,10 +19,7 @@ from purelora.models import causal_lm, layers
 def make(qtype: str = "int8"):
     """The tiny model's trees, their specs, and the model."""
     model = causal_lm.from_hf(builtin.tiny().source.config, "tiny", dtype="float32")
-    targets = lora.resolve_targets(
-        model.modules, r=2, lora_alpha=4, target_modules="all-linear", exclude_modules=()
-    )
-    model = model.with_targets(targets)
+    model = tiny.with_lora(model, r=2)
     base = info.initial_tree(model.infos, key=jax.random.key(0))
     base_infos = quant.quantised_infos(model.infos, qtype=qtype, tile_size=None, skip=())
     base = trees.map_leaves(

@@ -1,9 +1,9 @@
 """Checkpoints: bit-exact on every mesh, strict, atomic, and explained when they cannot be used."""
 
-import gc
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora import checkpoint, errors, state
+from configs import tiny as tiny_config
+from purelora import checkpoint, checkpoint_fit, config, errors, manifest, retention, state
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 META = {"config": {"lora.r": 8, "quant.skip": ("lm_head", "embed"), "steps": None}, "position": 3}
-
-# Of several reads that fail, orbax awaits only the first.
-unawaited = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Collects reads that were never awaited while their warning is still ignored."""
-    yield
-    gc.collect()
 
 
 def _mesh(devices: int) -> Mesh:
@@ -95,9 +86,21 @@ def trained() -> state.TrainState:
     return _trained(_trainable())
 
 
+def _opened(
+    folder: Path,
+    *,
+    last: int,
+    every: int | None = None,
+    best: bool = False,
+    in_background: bool = False,
+) -> checkpoint.Checkpoints:
+    policy = retention.Policy(last=last, every=every, best=best)
+    return checkpoint.Checkpoints(folder, policy, in_background=in_background)
+
+
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Iterator[checkpoint.Checkpoints]:
-    opened = checkpoint.Checkpoints(tmp_path / "checkpoints", keep_last=3)
+    opened = _opened(tmp_path / "checkpoints", last=3)
     yield opened
     opened.close()
 
@@ -141,10 +144,10 @@ def test_key_keeps_its_implementation_and_draws(
 
 def test_reopened_folder_restores(tmp_path: Path, trained: state.TrainState) -> None:
     for step in (1, 2):
-        opened = checkpoint.Checkpoints(tmp_path, keep_last=3)
+        opened = _opened(tmp_path, last=3)
         opened.save(step, trained._replace(step=jnp.int32(step)), META)
         opened.close()
-    reader = checkpoint.Checkpoints(tmp_path, keep_last=3)
+    reader = _opened(tmp_path, last=3)
     assert reader.steps() == [1, 2]
     assert [int(reader.restore(step, _like(trained, _mesh(1))).step) for step in (1, 2)] == [1, 2]
 
@@ -243,7 +246,7 @@ def test_steps_ascend_and_the_newest_are_kept(
 
 
 def test_the_step_just_saved_is_kept(tmp_path: Path, trained: state.TrainState) -> None:
-    checkpoints = checkpoint.Checkpoints(tmp_path, keep_last=1)
+    checkpoints = _opened(tmp_path, last=1)
     checkpoints.save(8, trained, META)
     checkpoints.save(6, trained, META)
     assert checkpoints.steps() == [6]
@@ -254,25 +257,30 @@ def test_incomplete_steps_do_not_count_and_can_be_saved_again(
 ) -> None:
     checkpoints.save(5, trained, META)
     folder = tmp_path / "checkpoints"
-    for step, part in enumerate(["commit_success.txt", "_CHECKPOINT_METADATA", "state", "meta"], 6):
+    for step in (6, 7):
         shutil.copytree(folder / "5", folder / str(step))
-        gone = folder / str(step) / part
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-    shutil.copytree(folder / "5", folder / f"10{ocp.utils.TMP_DIR_SUFFIX}")
+        (folder / str(step) / manifest.NAME).unlink()
+    left = folder / f"10{ocp.utils.TMP_DIR_SUFFIX}"
+    shutil.copytree(folder / "5", left)
     shutil.copytree(folder / "5", folder / "best")
     (folder / "11").mkdir()
     (folder / "12").write_text("a file")
     assert checkpoints.steps() == [5]
-    for step in (6, 10, 11, 12):
+    for step in (6, 7, 10, 11, 12):
         error = _refused(lambda step=step: checkpoints.meta(step))
         assert str(folder / str(step)) in str(error) and "complete steps in this folder: 5" in str(
             error
         )
+    newest = checkpoints.newest_whole()
+    named = [passed.problem.where for passed in newest.passed_over]
+    assert newest.step == 5
+    assert named == [str(left), *(str(folder / str(step)) for step in (12, 11, 7, 6))]
+    assert not any(passed.is_damage for passed in newest.passed_over)
 
     checkpoints.save(6, trained, META)
     assert checkpoints.steps() == [5, 6]
     assert _bits(checkpoints.restore(6, _like(trained, _mesh(1)))) == _bits(trained)
-    assert not list(folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}"))
+    assert not left.exists()
     assert (folder / "best").exists() and (folder / "7").exists()
 
 
@@ -287,59 +295,9 @@ def test_a_complete_step_is_never_replaced(
     assert checkpoints.meta(5)["position"] == 3
 
 
-def _damages() -> dict[str, Callable[[Path], None]]:
-    return {
-        "gone": Path.unlink,
-        "empty": lambda file: file.write_bytes(b"") and None,
-        "cut": lambda file: (
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]) and None
-        ),
-    }
-
-
-@unawaited
-@pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("damage", _damages())
-def test_damage_to_any_file_is_an_error_or_harmless(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path, damage: str
-) -> None:
-    """Harmless: the file is not read (orbax's record of the old mesh), so all comes back exact."""
-    checkpoints.save(5, trained, META)
-    step = tmp_path / "checkpoints" / "5"
-    whole = shutil.copytree(step, tmp_path / "whole")
-    files = [file.relative_to(whole) for file in whole.rglob("*") if file.is_file()]
-    refused = set()
-    for file in files:
-        shutil.rmtree(step)
-        shutil.copytree(whole, step)
-        _damages()[damage](step / file)
-        try:
-            restored, meta = checkpoints.restore(5, _like(trained, _mesh(4))), checkpoints.meta(5)
-        except errors.CheckpointError as error:
-            assert str(step) in str(error)
-            refused.add(file.name)
-        else:
-            assert _bits(restored) == _bits(trained) and meta == json.loads(json.dumps(META))
-    assert {"_METADATA", "metadata", "manifest.ocdbt"} <= refused
-
-
-@unawaited
-@pytest.mark.usefixtures("collected")
-def test_a_truncated_array_file_names_the_step(
-    checkpoints: checkpoint.Checkpoints, tmp_path: Path
-) -> None:
-    big = _trained({"w": jax.random.normal(jax.random.key(0), (64, 256))})
-    checkpoints.save(5, big, META)
-    step = tmp_path / "checkpoints" / "5"
-    largest = max(step.rglob("d/*"), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    error = _refused(lambda: checkpoints.restore(5, _like(big, _mesh(1))))
-    assert f"{step}: is damaged" in str(error) and "earlier step" in str(error)
-
-
 def test_what_cannot_be_written_is_explained(tmp_path: Path, trained: state.TrainState) -> None:
     (tmp_path / "file").write_text("in the way")
-    checkpoints = checkpoint.Checkpoints(tmp_path / "file", keep_last=1)
+    checkpoints = _opened(tmp_path / "file", last=1)
     error = _refused(lambda: checkpoints.save(5, trained, META))
     assert str(tmp_path / "file" / "5") in str(error) and "cannot be written" in str(error)
 
@@ -399,16 +357,19 @@ def _saved(meta: dict[str, Any]) -> dict[str, Any]:
 RESUMABLE = ("workdir", "steps")
 
 
+def _problems(saved: dict[str, Any], now: dict[str, Any]) -> list[errors.Problem]:
+    return checkpoint_fit.setting_problems(saved, now, RESUMABLE)
+
+
 def test_resumable_settings_may_differ() -> None:
-    checkpoint.check_resumable(_saved(_run()), _run(), RESUMABLE)
-    checkpoint.check_resumable(_saved(_run()), _run(steps=10, workdir="b"), RESUMABLE)
+    assert not _problems(_saved(_run()), _run())
+    assert not _problems(_saved(_run()), _run(steps=10, workdir="b"))
 
 
-def test_all_other_differences_are_in_one_error() -> None:
+def test_all_other_differences_are_named() -> None:
     now = _run(lora__r=4, quant__skip=("lm_head",), data_fingerprint="d2", steps=10, new=True)
-    saved = _saved(_run(gone=None))
-    error = _refused(lambda: checkpoint.check_resumable(saved, now, RESUMABLE))
-    texts = {problem.where: str(problem) for problem in error.problems}
+    found = _problems(_saved(_run(gone=None)), now)
+    texts = {problem.where: str(problem) for problem in found}
     assert texts.keys() == {"lora.r", "quant.skip", "data_fingerprint", "new", "gone"}
     assert "lora.r = 4: was 8 when" in texts["lora.r"]
     assert "['lm_head', 'embed_tokens']" in texts["quant.skip"]
@@ -419,7 +380,229 @@ def test_all_other_differences_are_in_one_error() -> None:
 
 @pytest.mark.parametrize("name", ["base_fingerprint", "data_fingerprint"])
 def test_each_fingerprint_must_agree(name: str) -> None:
-    error = _refused(
-        lambda: checkpoint.check_resumable(_saved(_run()), _run(**{name: "x"}), RESUMABLE)
+    found = _problems(_saved(_run()), _run(**{name: "x"}))
+    assert [problem.where for problem in found] == [name]
+
+
+def test_settings_fingerprints_and_leaves_are_in_one_error(
+    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+) -> None:
+    checkpoints.save(5, trained, _run())
+    fits = _like(trained, _mesh(8))
+    checkpoints.check_fits(5, fits, _run(steps=9), RESUMABLE)
+    other = _like(_with(trained, Q, EXTRA), _mesh(8))
+    now = _run(lora__r=4, base_fingerprint="b2")
+    error = _refused(lambda: checkpoints.check_fits(5, other, now, RESUMABLE))
+    assert [problem.where for problem in error.problems] == [
+        "lora.r",
+        "base_fingerprint",
+        str(tmp_path / "checkpoints" / "5"),
+        "trainable.layers.q_proj.lora_a",
+    ]
+
+
+def _base() -> dict[str, Any]:
+    """A frozen base with every dtype that one can have, and odd numbers of 4-bit values."""
+    codes = jnp.arange(-7, 8).reshape(3, 5)
+    return {
+        "layers": {
+            "w": {"qvalue": codes.astype(jnp.int8), "scale": jnp.ones((1, 5), jnp.float32)},
+            "i4": jnp.clip(codes, -8, 7).astype(jnp.int4),
+            "u4": (codes + 8).astype(jnp.uint4),
+            "f8": codes.astype(jnp.float8_e4m3fn),
+        },
+        "embed": codes.astype(jnp.bfloat16),
+    }
+
+
+def test_extras_come_back_bit_for_bit(
+    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+) -> None:
+    base, initial = _base(), {"q_proj": {"lora_a": jnp.ones((2, 3))}}
+    checkpoints.save(5, trained, META, {"base": base, "initial": initial})
+    mesh = _mesh(8)
+    assert _bits(checkpoints.restore_extra(5, "base", _like(base, mesh))) == _bits(base)
+    assert _bits(checkpoints.restore_extra(5, "initial", _like(initial, mesh))) == _bits(initial)
+    assert _bits(checkpoints.restore(5, _like(trained, mesh))) == _bits(trained)
+
+
+def test_extras_are_as_strict_as_the_state(
+    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+) -> None:
+    base = _base()
+    checkpoints.save(5, trained, META, {"base": base})
+    other = {**base, "layers": {**base["layers"], "u4": base["layers"]["i4"]}, "new": base["embed"]}
+    error = _refused(lambda: checkpoints.restore_extra(5, "base", _like(other, _mesh(1))))
+    head, *leaves = map(str, error.problems)
+    assert "2 leaves of the base" in head
+    assert leaves == [
+        "layers.u4: saved uint4[3, 5], wanted int4[3, 5]",
+        "new: saved absent, wanted bfloat16[3, 5]",
+    ]
+    error = _refused(lambda: checkpoints.restore_extra(5, "initial", {}))
+    assert "holds no 'initial'" in str(error)
+
+
+def test_leaves_are_read_without_knowing_them(
+    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+) -> None:
+    base = _base()
+    checkpoints.save(5, trained, META, {"base": base})
+    read = checkpoints.leaves(5, "base")
+    assert read.keys() == {
+        "layers.w.qvalue", "layers.w.scale", "layers.i4", "layers.u4", "layers.f8", "embed",
+    }  # fmt: skip
+    assert read["layers.u4"].dtype == jnp.uint4 and read["layers.i4"].dtype == jnp.int4
+    np.testing.assert_array_equal(
+        read["layers.i4"].astype(np.int8), np.asarray(base["layers"]["i4"]).astype(np.int8)
     )
-    assert [problem.where for problem in error.problems] == [name]
+    adapters = checkpoints.leaves(5, "state", "trainable.")
+    assert adapters.keys() == {f"trainable.layers.q_proj.lora_{n}" for n in "ab"}
+    lora_a = trained.trainable["layers"]["q_proj"]["lora_a"]
+    np.testing.assert_array_equal(adapters["trainable.layers.q_proj.lora_a"], lora_a)
+    assert set(checkpoints.leaves(5, "state")) > {"step", "key", *adapters}
+
+
+def test_a_checkpoint_without_base_is_the_adapters_and_two_moments(
+    checkpoints: checkpoint.Checkpoints, tmp_path: Path
+) -> None:
+    noise = jax.random.normal(jax.random.key(0), (64, 128, 256))
+    checkpoints.save(5, _trained({"w": noise}), META)
+    sizes = [p.stat().st_size for p in (tmp_path / "checkpoints" / "5").rglob("*") if p.is_file()]
+    assert 0 <= sum(sizes) - 3 * noise.nbytes < 1_000_000
+
+
+def test_find_takes_a_run_its_checkpoints_or_a_step(
+    trained: state.TrainState, tmp_path: Path
+) -> None:
+    folder = tmp_path / "7" / "checkpoints"  # A run's folder may be a number too.
+    writer = _opened(folder, last=3)
+    for step in (2, 10):
+        writer.save(step, trained, META)
+    for path, step in ((folder.parent, 10), (folder, 10), (folder / "2", 2)):
+        found, number = checkpoint.find(path)
+        assert number == step and found.meta(step)["position"] == 3
+    (folder / "10" / "meta" / "metadata").write_text("{}")
+    error = _refused(lambda: checkpoint.find(folder.parent))
+    assert f"{folder / '10'}: is damaged" in str(error) and "name the folder" in str(error)
+    assert checkpoint.find(folder / "2")[1] == 2
+    for path in (tmp_path, tmp_path / "none", folder / "3"):
+        assert str(path) in str(_refused(lambda path=path: checkpoint.find(path)))
+
+
+LOSSES = {1: None, 5: 3.0, 10: 1.0, 15: float("nan"), 20: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("policy", "keeps"),
+    [
+        (retention.Policy(last=1, every=None, best=False), {20}),
+        (retention.Policy(last=3, every=None, best=False), {10, 15, 20}),
+        (retention.Policy(last=9, every=None, best=False), {1, 5, 10, 15, 20}),
+        (retention.Policy(last=1, every=5, best=False), {5, 10, 15, 20}),
+        (retention.Policy(last=1, every=None, best=True), {10, 20}),
+        (retention.Policy(last=2, every=None, best=True), {10, 15, 20}),
+    ],
+)
+def test_what_is_kept(policy: retention.Policy, keeps: set[int]) -> None:
+    assert retention.kept(policy, LOSSES, 20) == keeps
+
+
+def test_the_best_and_every_so_many_steps_stay_on_disk(
+    trained: state.TrainState, tmp_path: Path
+) -> None:
+    checkpoints = _opened(tmp_path, last=1, every=4, best=True, in_background=True)
+    losses = {1: None, 2: 1.5, 3: 0.5, 4: 0.9, 5: 0.7, 6: 0.6}
+    for step, loss in losses.items():
+        checkpoints.save(step, trained, {**META, "eval_loss": loss})
+    checkpoints.wait()
+    assert checkpoints.steps() == [3, 4, 6]
+
+
+def test_a_background_save_holds_the_state_that_it_was_given(
+    trained: state.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is donated to a step, which overwrites it, while the save has not begun."""
+    checkpoints = _opened(tmp_path, last=3, in_background=True)
+    wanted, like, go = _bits(trained), _like(trained, _mesh(1)), threading.Event()
+    write = checkpoint.Checkpoints._write
+
+    def late(self: checkpoint.Checkpoints, *arguments: Any) -> None:
+        assert go.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "_write", late)
+
+    def step(tree: state.TrainState) -> state.TrainState:
+        return tree._replace(
+            trainable=jax.tree.map(lambda leaf: leaf * 0 - 1, tree.trainable),
+            opt_state=jax.tree.map(lambda leaf: leaf * 0, tree.opt_state),
+            step=tree.step + 1,
+        )
+
+    overwrite = jax.jit(step, donate_argnums=0)
+    checkpoints.save(5, trained, META)
+    after = overwrite(trained)
+    jax.block_until_ready(after.trainable)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.trainable)), "not donated"
+    assert checkpoints.steps() == []
+    go.set()
+    checkpoints.wait()
+    assert _bits(checkpoints.restore(5, like)) == wanted
+
+
+def test_a_background_save_that_fails_is_an_error_of_the_next_call(
+    trained: state.TrainState, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    checkpoints = _opened(tmp_path / "file", last=1, in_background=True)
+    for then in (checkpoints.wait, lambda: checkpoints.save(6, trained, META)):
+        checkpoints.save(5, trained, META)
+        error = _refused(then)
+        assert str(tmp_path / "file" / "5") in str(error) and "cannot be written" in str(error)
+    checkpoints.wait()
+
+
+def test_one_save_at_a_time_and_close_waits_for_it(
+    trained: state.TrainState, tmp_path: Path
+) -> None:
+    checkpoints = _opened(tmp_path, last=9, in_background=True)
+    for step in range(1, 6):
+        checkpoints.save(step, trained._replace(step=jnp.int32(step)), META)
+        assert checkpoints.steps()[: step - 1] == list(range(1, step))
+    checkpoints.close()
+    assert _opened(tmp_path, last=9).newest_whole() == (5, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"save_secs": 0.0}, "checkpoint.save_secs = 0.0: must be above 0"),
+        ({"save_secs": float("nan")}, "checkpoint.save_secs = nan: must be above 0"),
+        ({"keep_every": 0}, "checkpoint.keep_every = 0: must be from 1"),
+        ({"keep_every": 5, "save_steps": None}, "no effect without checkpoint.save_steps"),
+        ({"keep_best": True, "save_steps": None}, "no effect without checkpoint.save_steps"),
+        ({"keep_best": True}, "checkpoint.keep_best = True: has no effect without evals"),
+        ({"keep_best": True, "eval_steps": 15}, "eval_steps = 15: .*save_steps = 10 does not save"),
+        ({"save_base": True, "lora.enabled": False}, "save_base = True: has no effect"),
+        ({"async_save": "yes"}, "checkpoint.async_save = 'yes': must be True or False"),
+        ({"save_first": 1}, "checkpoint.save_first = 1: must be True or False"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
+    raw = tiny_config.get_config().to_dict()
+    for key, value in changes.items():
+        section = raw if key == "eval_steps" else raw["checkpoint"]
+        if key == "lora.enabled":
+            raw["lora"]["enabled"], raw["quant"]["qtype"] = value, "none"
+        else:
+            section[key] = value
+    with pytest.raises(errors.ConfigError, match=message):
+        config.parse(raw)
+
+
+def test_settings_that_fit_together() -> None:
+    raw = tiny_config.get_config().to_dict()
+    raw["eval_steps"] = 20
+    raw["checkpoint"].update(keep_best=True, keep_every=30, save_secs=1.5, save_base=True)
+    assert config.parse(raw).checkpoint.keep_every == 30

@@ -1,8 +1,10 @@
 """The command line: overrides by type, files that cannot be used, errors without tracebacks."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
@@ -58,7 +60,7 @@ def test_value_may_follow_as_the_next_argument():
         (["--config.lora.lora_rank=8"], r"lora\.lora_rank.*use lora\.r"),
         (["--config.load_parameters_path=x"], r"load_parameters_path.*use model\.path"),
         (["--config.max_target_length=9"], r"max_target_length.*use max_length"),
-        (["--config.lora.lora_restore_path=x"], r"lora_restore_path.*not supported"),
+        (["--config.lora.lora_restore_path=x"], r"lora_restore_path.*use init_adapter"),
         (["--config.lora.r=x"], r"lora\.r = 'x': must be a whole number"),
         (["--config.lora.r=1.5"], r"lora\.r = '1\.5': must be a whole number"),
         (["--config.dtype=fp16"], r"dtype = 'fp16': must be one of 'float32', 'bfloat16'"),
@@ -130,6 +132,74 @@ def test_a_config_file_that_is_not_text(tmp_path):
 def test_without_config_the_error_says_what_to_write():
     with pytest.raises(errors.ConfigError, match=r"--config: is missing; for example --config="):
         cli.parse([], flags=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    model: str
+    prompt: tuple[str, ...] = ()
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    tile_size: int | None = None
+    output: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    raw: bool = False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        ([], {}),
+        (["--max-new-tokens=3"], {"max_new_tokens": 3}),
+        (["--max_new_tokens", "3"], {"max_new_tokens": 3}),
+        (["--max-new-tokens", "-3"], {"max_new_tokens": -3}),
+        (["--temperature=1"], {"temperature": 1.0}),
+        (["--tile-size=None"], {"tile_size": None}),
+        (["--tile-size", "8", "--raw"], {"tile_size": 8, "raw": True}),
+        (["--output=3"], {"output": "3"}),
+        (["--output="], {"output": ""}),
+        (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        (["--prompt=a, b = c", "--raw", "--prompt", "[d]"], {"prompt": ("a, b = c", "[d]"),
+                                                            "raw": True}),
+        (["--prompt=--raw"], {"prompt": ("--raw",)}),
+    ],
+)  # fmt: skip
+def test_options_fill_the_dataclass(arguments, changes):
+    found = cli.options(Options, ["--model", "tiny", *arguments])
+    want = Options(**{"model": "tiny", **changes})
+    assert found == want
+    assert list(map(type, vars(found).values())) == list(map(type, vars(want).values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"^--model: is missing; write --model=VALUE$"),
+        (["--model"], r"^--model: has no value; write --model=VALUE$"),
+        (["--model", "--raw"], r"^--model: has no value; write --model=VALUE$"),
+        (["--model=a", "--model=b"], r"^--model = 'b': is given more than once; give it once$"),
+        (["--model=a", "--raw=x"], r"^--raw: takes no value; write --raw$"),
+        (["--model=a", "--raw", "x"], r"^x: is not an argument of this command; known: --model, "),
+        (["--model=a", "--max-tokens", "3"], r"^--max-tokens: is not .*mean --max-new-tokens\?$"),
+        (["--model=a", "--dtyp=float32"], r"^--dtyp: is not .*; did you mean --dtype\?$"),
+        (["--model=a", "-prompt", "x"], r"^-prompt: is not .*; did you mean --prompt\?$"),
+        (["--model=a", "model=b"], r"^model: is not .*; did you mean --model\?$"),
+        (["--model=a", "--max-new-tokens=x"], r"^--max-new-tokens = 'x': must be a whole number$"),
+        (["--model=a", "--tile-size=1.5"], r"^--tile-size = '1.5': must be a whole number or None"),
+        (["--model=a", "--temperature=hot"], r"^--temperature = 'hot': must be a number$"),
+        (["--model=a", "--dtype=fp16"], r"^--dtype = 'fp16': must be one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_error(arguments, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        cli.options(Options, arguments)
+
+
+def test_all_problems_of_options_are_reported_at_once():
+    with pytest.raises(errors.ConfigError) as caught:
+        cli.options(Options, ["--promt=x", "--tile-size=x", "--raw=1", "--output"])
+    where = [problem.where for problem in caught.value.problems]
+    assert sorted(where) == ["--model", "--output", "--promt", "--raw", "--tile-size"]
 
 
 def test_the_command_prints_errors_without_traceback_and_exits_2(tmp_path):

@@ -23,7 +23,10 @@ FSDP = Case("int8", fsdp=8, accum=2)
 FSDP_REMAT = Case("int8", fsdp=8, accum=2, remat=True)
 SHARDED = Case("int8", data=2, fsdp=4, accum=2, sharded=True)
 OTHER_SIZES = Case("int8", data=2, fsdp=4, accum=4, layers=2, remat=True, dtype="bfloat16")
-CASES = (FSDP, FSDP_REMAT, SHARDED, OTHER_SIZES)
+INT4 = Case("int4", fsdp=8, accum=2, remat=True)
+NF4 = Case("nf4", data=2, fsdp=4, accum=2)
+FP8 = Case("fp8", fsdp=4, accum=2, dtype="bfloat16")
+CASES = (FSDP, FSDP_REMAT, SHARDED, OTHER_SIZES, INT4, NF4, FP8)
 KERNELS = {(32, 32), (32, 16), (32, 48), (48, 32)}  # [in, out] of the gathered base kernels.
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
 
@@ -105,6 +108,16 @@ def ids(case: Case) -> str:
     return str(case)
 
 
+def stored(case: Case) -> tuple[str, int]:
+    """HLO's name of the type that codes lie in, and how many of them an element holds."""
+    return {"int8": ("s8", 1), "int4": ("u8", 2), "nf4": ("u8", 2), "fp8": ("u8", 1)}[case.qtype]
+
+
+def kernels(case: Case) -> set[tuple[int, int]]:
+    """Shapes of the gathered codes."""
+    return {(n_in // stored(case)[1], n_out) for n_in, n_out in KERNELS}
+
+
 def test_the_reader_finds_reductions_in_loops():
     """The control of the tests below: a psum two calls deep in a scan, and one outside."""
 
@@ -127,31 +140,36 @@ def test_the_reader_finds_reductions_in_loops():
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_codes_are_gathered_never_floats(case):
     gathered = compiled(case).reduced("all-gather", looped=True)
-    assert {shape for dtype, shape in gathered if dtype == "s8"} >= KERNELS
+    codes, _ = stored(case)
+    assert {shape for dtype, shape in gathered if dtype == codes} >= kernels(case)
     scales = {(1, 32), (32, 1)}  # Of the matrices whose output dimension is sharded.
-    assert {shape for dtype, shape in gathered if dtype != "s8"} <= scales
+    assert {shape for dtype, shape in gathered if dtype != codes} <= scales
     # Once a step: the adapters, if sharded, and what a compiler moves out of the micro-batch loop.
     once = compiled(case).reduced("all-gather", looped=False)
     adapters = {(case.layers, *shape) for shape in ((32, 4), (4, 32))} if case.sharded else set()
-    assert {shape for dtype, shape in once if dtype != "s8"} == adapters
+    assert {shape for dtype, shape in once if dtype != codes} == adapters
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_weights_are_gathered_again_in_the_backward_pass(case):
     """Each kernel once forward and once backward, and with remat once more or not at all."""
-    codes = [a for a in compiled(case).reduced("all-gather", looped=True) if a[0] == "s8"]
-    kernels = [shape for _, shape in codes if shape in KERNELS]
-    assert len(kernels) >= 2 * 7
+    gathered = compiled(case).reduced("all-gather", looped=True)
+    codes = [a for a in gathered if a[0] == stored(case)[0] and a[1] in kernels(case)]
+    assert len(codes) >= 2 * 7
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_the_gathered_base_is_never_stacked(case):
     """Kept for the backward pass, a gathered kernel would be a buffer [L, in, out]."""
-    stacked = {(case.layers, *kernel) for kernel in KERNELS}
+    stacked = {(case.layers, *kernel) for kernel in KERNELS | kernels(case)}
     found = {(dtype, shape) for dtype, shape in arrays(compiled(case).text) if shape in stacked}
     assert not found
-    shards = {(case.layers, 32 // case.fsdp, 48), (case.layers, 48, 32 // case.fsdp)}
-    assert {("s8", shape) for shape in shards} <= set(arrays(compiled(case).text))
+    codes, each = stored(case)
+    shards = {
+        (codes, (case.layers, 32 // each // case.fsdp, 48)),
+        (codes, (case.layers, 48 // each, 32 // case.fsdp)),
+    }
+    assert shards <= set(arrays(compiled(case).text))
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -190,6 +208,6 @@ def test_base_is_neither_returned_nor_donated(case):
     assert aliased == list(range(states))
     outputs = arrays(header.partition("->")[2])
     assert len(outputs) == states + len(("loss", "weight", "grad_norm", "rate", "applied"))
-    assert "s8" not in {dtype for dtype, _ in outputs}
+    assert stored(case)[0] not in {dtype for dtype, _ in outputs}
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(trainer.base))
     assert trees.count(trainer.base) > 0

@@ -1,6 +1,5 @@
 """Configuration: every wrong key, type, value and combination, with its key, value and a remedy."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -42,7 +41,6 @@ def test_a_good_config():
     assert (c.lora.r, c.steps, c.model.path) == (16, 10, "tiny")
     assert c.lora.target_modules == ("q_proj", "v_proj")
     assert type(c.lora.lora_alpha) is float
-    assert hash(c) == hash(dataclasses.replace(c))
     assert set(config.as_flat(c)) == set(TYPES)
     assert config.as_flat(c)["lora.r"] == 16
     assert config.parse(raw(batch_size=12, accum_steps=4)).micro_batch_size == 3
@@ -175,7 +173,7 @@ def test_foreign_keys_are_answered(key):
     found = [p for p in problems(with_keys(nested, {key: 1})) if p.where == key]
     answer = config.FOREIGN_KEYS[key]
     is_key = answer.split()[0] in TYPES
-    assert is_key or answer.startswith("no key yet: ")
+    assert is_key or answer.startswith("no key: ")
     assert [p.remedy for p in found] == [f"use {answer}" if is_key else answer]
     assert key not in TYPES
 

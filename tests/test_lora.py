@@ -9,7 +9,7 @@ import qwix
 import tiny
 from flax import nnx
 
-from purelora import errors, info, lora
+from purelora import errors, info, lora, targets
 from purelora import tree as trees
 
 ATTN, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -21,10 +21,10 @@ def _quick_compiles():
         yield
 
 
-def names(targets, exclude=(), **changes) -> set[str]:
+def names(target_modules, exclude=(), **changes) -> set[str]:
     """Hugging Face names of the modules that get adapters."""
-    m = tiny.with_lora(tiny.model(**changes), targets, exclude)
-    return {name for target in m.targets.values() for name in target.names}
+    m = tiny.with_lora(tiny.model(**changes), target_modules, exclude)
+    return {name for target in m.adaptation.targets.values() for name in target.names}
 
 
 def modules(*leaves: str, layers=range(tiny.LAYERS)) -> set[str]:
@@ -70,7 +70,7 @@ def test_targets(targets, exclude, expected):
         (["q_pro"], (), r"target_modules = 'q_pro': matches no linear"),
         ("q_proj", (), r"target_modules = 'q_proj': matches no linear module"),
         (r".*layers\.7\..*", (), r"for example model.layers.0.self_attn.q_proj"),
-        (["embed_tokens"], (), r"'embed_tokens': matches no linear module"),
+        (["input_layernorm"], (), r"'input_layernorm': matches no linear module"),
         ("(", (), r"target_modules = '\(': is not a regular expression"),
         (["q_proj"], ["k_pro"], r"exclude_modules = 'k_pro': matches no linear module"),
         (["q_proj"], r".*[qk]_proj", r"matches no linear module that is not excluded"),
@@ -105,11 +105,11 @@ def test_targets_are_those_of_peft():
         (r".*proj", r".*\.0\..*"), (["q_proj", "k_proj"], ["layers.1.self_attn.q_proj"]),
         ("all-linear", ["down_proj"]), ("lm_head|.*layers.1.*proj", None),
     ]  # fmt: skip
-    for targets, exclude in patterns:
+    for chosen, exclude in patterns:
         config = peft.LoraConfig(
             r=4,
             lora_alpha=8,
-            target_modules=targets,
+            target_modules=chosen,
             exclude_modules=exclude,
             task_type="CAUSAL_LM",
         )
@@ -120,9 +120,13 @@ def test_targets_are_those_of_peft():
             for name, layer in model.named_modules()
             if isinstance(layer, peft.tuners.lora.LoraLayer)
         }
-        m = tiny.with_lora(tiny.model(tie_word_embeddings=False), targets, exclude or ())
-        ours = {name: t.scaling for t in m.targets.values() for name in t.names}
-        assert ours == adapted, (targets, exclude)
+        m = tiny.with_lora(tiny.model(tie_word_embeddings=False), chosen, exclude or ())
+        ours = {
+            name: scaling
+            for t in m.adaptation.targets.values()
+            for name, scaling in zip(t.names, t.scalings, strict=True)
+        }
+        assert ours == adapted, (chosen, exclude)
         trainable, _ = model.get_nb_trainable_parameters()
         assert elements(m.adapter_infos()) == trainable
 
@@ -181,13 +185,12 @@ def test_agrees_with_qwix(r, alpha):
     a = theirs.q_proj.kernel_lora_a.get_value()
 
     weight = info.ParamInfo((32, 24), "float32", ("embed", "heads"), contracting=-2)
-    found = {"q_proj": lora.LinearModule(weight, ("q_proj",))}
-    targets = lora.resolve_targets(
-        found, r=r, lora_alpha=alpha, target_modules=["q_proj"], exclude_modules=()
-    )
-    infos = lora.adapter_infos(found, targets)["q_proj"]
+    found = {"q_proj": targets.AdaptableModule(weight, ("q_proj",))}
+    settings = tiny.lora_config(r=r, lora_alpha=alpha, target_modules=("q_proj",))
+    resolved = targets.resolve(settings, found, {"q_proj.weight": ("q_proj.weight",)}).targets
+    infos = lora.adapter_infos(found, resolved)["q_proj"]
     assert (infos["lora_a"].shape, infos["lora_b"].shape) == (a.shape, b.shape)
-    scaling = targets["q_proj"].scaling
+    (scaling,) = resolved["q_proj"].scalings
     assert scaling == alpha / r
     got = x @ kernel + lora.delta(x, a, b, jnp.float32(scaling))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)

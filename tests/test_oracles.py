@@ -66,14 +66,23 @@ def test_last_position_logits():
 @pytest.mark.parametrize("name", ["plain", "chat"])
 def test_twenty_greedy_ids_are_exact(name):
     model, base, _ = smollm2("none", None)
-    found = generate.greedy(
+    found = generate.complete(
         model, {}, base, [ORACLE[name]["prompt_ids"]], end_ids=(), max_new_tokens=20,
         dtype=jnp.float32,
     )  # fmt: skip
     assert found == [ORACLE[name]["new_ids"]]
 
 
-@pytest.mark.parametrize(("tile_size", "want"), [(None, 2.1479), (32, 2.1422)])
-def test_paragraph_nll_with_an_int8_base(tile_size, want):
-    found = nll(ORACLE["para"]["ids"], qtype="int8", tile_size=tile_size)
+@pytest.mark.parametrize(
+    ("qtype", "tile_size", "want"),
+    [
+        ("int8", None, 2.1479),
+        ("int8", 32, 2.1422),
+        ("nf4", 64, 2.3579),
+        ("int4", 32, 2.3176),
+        ("fp8", None, 2.1361),
+    ],
+)
+def test_paragraph_nll_with_a_quantised_base(qtype, tile_size, want):
+    found = nll(ORACLE["para"]["ids"], qtype=qtype, tile_size=tile_size)
     assert found.mean() == pytest.approx(want, abs=3e-3)

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from tiny import Case
 
-from purelora import optim, state, step
+from purelora import info, optim, state, step
 from purelora import tree as trees
 from purelora.models import layers
 
@@ -29,11 +29,18 @@ SHARDED = Case(data=2, fsdp=4, sharded=True)
 INT8_FSDP_8 = Case("int8", fsdp=8, remat=True, head=True)
 TILED = Case("int8", 4, data=2, fsdp=4, accum=4, sharded=True, head=True)
 TILED_UNROLLED = Case("int8", 4, data=2, fsdp=2, scan=False, remat=True)
+INT4_FSDP_8 = Case("int4", fsdp=8, remat=True, head=True)
+INT4_TILED = Case("int4", 4, fsdp=4, accum=2)
+NF4_TILED = Case("nf4", 8, data=2, fsdp=4, accum=4, sharded=True, head=True)
+NF4_UNROLLED = Case("nf4", fsdp=2, scan=False)
+FP8 = Case("fp8", data=2, fsdp=2, remat=True, head=True)
+FP8_TILED = Case("fp8", 8)
 FULL = Case(lora=False)
 FULL_FSDP_8 = Case(lora=False, fsdp=8, accum=4, remat=True)
 FULL_UNROLLED = Case(lora=False, fsdp=2, scan=False)
 LORA_CASES = (ONE, UNROLLED, DATA_8, SHARDED, INT8_FSDP_8, TILED, TILED_UNROLLED)
-CASES = (*LORA_CASES, FULL, FULL_FSDP_8, FULL_UNROLLED)
+OTHER_QTYPES = (INT4_FSDP_8, INT4_TILED, NF4_TILED, NF4_UNROLLED, FP8, FP8_TILED)
+CASES = (*LORA_CASES, *OTHER_QTYPES, FULL, FULL_FSDP_8, FULL_UNROLLED)
 ADAM = (
     Case("int8", data=2, fsdp=4, accum=4, sharded=True, optimiser="adamw"),
     Case(scan=False, optimiser="adamw"),
@@ -185,7 +192,11 @@ def layers_without_gradient(path: str, grad: np.ndarray) -> list[int]:
     return [i for i, layer in enumerate(stack) if not layer.any()]
 
 
-@pytest.mark.parametrize("case", ADAM, ids=ids)
+@pytest.mark.parametrize(
+    "case",
+    [*ADAM, Case("nf4", 8, fsdp=4, optimiser="adamw"), Case("fp8", fsdp=2, optimiser="adamw")],
+    ids=ids,
+)
 def test_base_is_frozen_and_all_adapters_move(case):
     """B24: weight decay and Adam reach the adapters and nothing else; one compilation."""
     trainer = tiny.trainer(case)
@@ -382,7 +393,11 @@ def test_sgd_is_optax_sgd(momentum):
     changes = {"momentum": momentum, "weight_decay": 0.1, "clip_norm": 0.5}
     cfg = dataclasses.replace(tiny.optim_config("sgd"), **changes)
     leaves = {"m": jnp.array([1.0, 2.0]), "norm": jnp.array([3.0])}
-    tx = optim.transformation(cfg, {"m": True, "norm": False})
+    infos = {
+        "m": info.ParamInfo((2,), "float32", (None,), contracting=-1),
+        "norm": info.ParamInfo((1,), "float32", (None,)),
+    }
+    tx = optim.transformation(cfg, infos)
     opt_state, grads = tx.init(leaves), {"m": jnp.array([3.0, 0.0]), "norm": jnp.array([4.0])}
     traced = 0.0
     for _ in range(2):

@@ -15,7 +15,17 @@ import jax
 import numpy as np
 import pytest
 
-from purelora import assembly, cli, errors, evaluation, reporting, signals, train
+from purelora import (
+    assembly,
+    checkpoint,
+    cli,
+    errors,
+    evaluation,
+    metrics,
+    reporting,
+    signals,
+    train,
+)
 from purelora.data import load as data_load
 from purelora.io import builtin
 from purelora.models import causal_lm
@@ -64,7 +74,10 @@ def test_a_run_learns_and_records_every_step_once(finished):
     first, last = records(finished, "eval")
     assert (first["step"], last["step"]) == (0, 10)
     assert last["loss"] < first["loss"] - 0.1
-    assert [e["name"] for e in records(finished, "event")] == ["start", "save", "save", "finish"]
+    events = [(e["name"], e["step"]) for e in records(finished, "event")]
+    saves = [("save", 1), ("save", 5), ("save", 10)]
+    assert events == [("start", 0), *saves, ("finish", 10), ("export", 10)]
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["10", "5"]
     assert json.loads((finished / "config.json").read_text())["lora.r"] == 4
 
 
@@ -195,6 +208,7 @@ def test_a_batch_that_is_not_finite(tmp_path, policy):
         "--config.steps=5",
         "--config.data.eval_fraction=0",
         f"--config.nan_policy={policy}",
+        "--config.checkpoint.save_first=False",
     )
     with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
         if policy == "abort":
@@ -208,6 +222,127 @@ def test_a_batch_that_is_not_finite(tmp_path, policy):
     assert [r["applied"] for r in steps] == [True, True, False, True, True]
     assert steps[-1]["skipped_steps"] == 1
     assert steps[2]["loss"] == "inf"
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    return [e["step"] for e in records(workdir, "event") if e["name"] == "save"]
+
+
+NO_EVAL = "--config.data.eval_fraction=0"
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ((), [1, 5]),
+        (("--config.checkpoint.save_first=False",), [5]),
+        (("--config.checkpoint.save_first=False", "--config.checkpoint.save_secs=1e-9"),
+         [1, 2, 3, 4, 5]),
+        (("--config.checkpoint.save_first=False", "--config.checkpoint.save_secs=1e9"), [5]),
+        (("--config.checkpoint.save_steps=2", "--config.checkpoint.async_save=False"),
+         [1, 2, 4, 5]),
+    ],
+)  # fmt: skip
+def test_when_a_run_saves(tmp_path, options, steps):
+    run(tmp_path, "--config.steps=5", NO_EVAL, "--config.checkpoint.save_steps=None",
+        "--config.checkpoint.keep_last=9", *options)  # fmt: skip
+    assert saved_steps(tmp_path) == steps
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == steps
+
+
+def test_a_resumed_run_saves_its_first_step_too(tmp_path):
+    constant = ("--config.optim.schedule=constant", NO_EVAL)
+    run(tmp_path, "--config.steps=2", *constant)
+    run(tmp_path, "--config.steps=5", *constant)
+    assert saved_steps(tmp_path) == [1, 2, 3, 5]
+
+
+def test_time_between_saves_begins_at_the_last_save():
+    times = iter([0.0, 9.0, 11.0, 12.0, 21.0, 22.5])
+    settings = cli.parse([TINY, "--config.checkpoint.save_secs=10"], flags=()).config.checkpoint
+    settings = dataclasses.replace(settings, save_steps=None, save_first=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: next(times))
+        saves = train.Saves(settings, first=1)
+        assert not saves.are_due(1)
+        assert saves.are_due(2)
+        saves.done(None, 2)
+        assert not saves.are_due(3)
+        assert saves.are_due(4)
+
+
+def test_the_first_save_that_fails_ends_the_run_at_its_first_step(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(checkpoint, "_check_space", fails)
+    with pytest.raises(errors.CheckpointError, match="checkpoints/1: cannot be written .no such"):
+        run(tmp_path, "--config.steps=50", NO_EVAL)
+    assert [r["step"] for r in records(tmp_path, "train")] == [1]
+
+
+def test_a_save_that_fails_at_the_end_is_an_error_of_the_run(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(checkpoint, "_check_space", fails)
+    with pytest.raises(errors.CheckpointError, match="checkpoints/2: cannot be written .no such"):
+        run(tmp_path, "--config.steps=2", NO_EVAL, "--config.checkpoint.save_first=False")
+    assert "finish" not in [e["name"] for e in records(tmp_path, "event")]
+
+
+def test_records_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
+    seen = []
+    write = checkpoint.Checkpoints._write_items
+
+    def spied(self, path, *rest):
+        seen.append((int(path.name), records(tmp_path, "train")[-1]["step"],
+                     records(tmp_path, "eval")[-1]["step"]))  # fmt: skip
+        write(self, path, *rest)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "_write_items", spied)
+    run(tmp_path, "--config.steps=6", "--config.eval_steps=2", "--config.checkpoint.save_steps=2",
+        "--config.log_steps=1", "--config.checkpoint.async_save=False")  # fmt: skip
+    assert seen == [(1, 1, 0), (2, 2, 2), (4, 4, 4), (6, 6, 6)]
+
+
+def test_a_signal_in_the_last_eval_does_not_lose_the_save(tmp_path, monkeypatch):
+    run_, start = built(tmp_path, "--config.steps=2", "--config.checkpoint.save_first=False")
+    with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
+
+        def evaluate(run, current, stop):
+            if int(current.step) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(evaluation, "evaluate", evaluate)
+        train.train(run_, start, reporter, stop)
+    assert stop.status == 128 + signal.SIGTERM
+    assert checkpoint.find(tmp_path)[1] == 2
+
+
+def test_the_best_checkpoint_is_kept_with_its_loss(tmp_path, monkeypatch):
+    losses = [9.0, 5.0, 3.0, 4.0, float("nan"), 3.5]
+
+    def evaluate(run, current, stop):
+        step = int(current.step)
+        return metrics.EvalRecord(step=step, loss=losses[step], trained_tokens=1, eval_secs=0.1)
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    run(tmp_path, "--config.steps=5", "--config.eval_steps=1", "--config.checkpoint.save_steps=1",
+        "--config.checkpoint.keep_last=1", "--config.checkpoint.keep_best=True")  # fmt: skip
+    found, last = checkpoint.find(tmp_path)
+    assert (found.steps(), last) == ([2, 5], 5)
+    assert found.meta(2)["eval_loss"] == 3.0
+
+
+def test_a_checkpoint_with_its_base_is_a_whole_model(tmp_path):
+    run(tmp_path, "--config.steps=1", NO_EVAL, "--config.checkpoint.save_base=True")
+    run_, _ = built(tmp_path, "--config.steps=1", NO_EVAL)
+    found, step = checkpoint.find(tmp_path)
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), run_.base
+    )
+    chex.assert_trees_all_equal(found.restore_extra(step, "base", like), run_.base)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -377,6 +512,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
             assert other.stdout.readline() == b"locked\n"
             with pytest.raises(errors.ConfigError, match="another run is writing"):
                 run(tmp_path, "--config.steps=1", "--config.data.eval_fraction=0")
+            with pytest.raises(errors.ConfigError, match="another run is writing"):
+                run(tmp_path, "--config.model.path=nonsuch")  # Before anything is loaded.
         finally:
             other.kill()
 
@@ -395,7 +532,8 @@ def test_incomplete_checkpoints_are_named_and_a_renamed_one_refused(tmp_path, ca
     run(tmp_path, "--config.steps=2", *options)
     (tmp_path / "checkpoints" / "7").mkdir()
     run(tmp_path, "--config.steps=3", *options)
-    assert "passed over incomplete checkpoints: 7" in capsys.readouterr().out
+    passed_over = f"passed over {tmp_path / 'checkpoints' / '7'}: is not a complete checkpoint"
+    assert passed_over in capsys.readouterr().out
     (tmp_path / "checkpoints" / "7").rmdir()
     (tmp_path / "checkpoints" / "3").rename(tmp_path / "checkpoints" / "9")
     with pytest.raises(errors.CheckpointError, match="holds the state of step 3"):

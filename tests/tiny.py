@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from purelora import config, info, lora, optim, quant, specs, state, step
+from purelora import config, info, optim, quant, specs, state, step
 from purelora import tree as trees
 from purelora.models import causal_lm, layers
 
@@ -49,14 +49,39 @@ def model(**changes: Any) -> causal_lm.CausalLM:
     return causal_lm.from_hf(hf_config(**changes), "config.json", dtype="float32")
 
 
-def with_lora(
-    plain: causal_lm.CausalLM, targets: Any = "all-linear", exclude: Any = (), r: int = 4
-) -> causal_lm.CausalLM:
-    """`plain` with adapters of rank `r` and scaling 2."""
-    found = lora.resolve_targets(
-        plain.modules, r=r, lora_alpha=2.0 * r, target_modules=targets, exclude_modules=exclude
+def lora_config(**changes: Any) -> config.LoraConfig:
+    """Settings of adapters of rank 4 and scaling 2 on all linear modules, with `changes`."""
+    settings = config.LoraConfig(
+        enabled=True,
+        r=4,
+        lora_alpha=8.0,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=(),
+        layers_to_transform=None,
+        rank_pattern={},
+        alpha_pattern={},
+        use_rslora=False,
+        use_dora=False,
+        init_lora_weights="default",
+        modules_to_save=(),
+        trainable_token_indices=(),
+        bias="none",
     )
-    return plain.with_targets(found)
+    return dataclasses.replace(settings, **changes)
+
+
+def with_lora(
+    plain: causal_lm.CausalLM,
+    targets: Any = "all-linear",
+    exclude: Any = (),
+    r: int = 4,
+    **changes: Any,
+) -> causal_lm.CausalLM:
+    """`plain` with adapters of rank `r` and scaling 2, or as `changes` to the settings say."""
+    names = {"target_modules": targets, "exclude_modules": exclude}
+    settings = lora_config(**({"r": r, "lora_alpha": 2.0 * r} | names | changes))
+    return plain.adapted(settings)
 
 
 def noisy(tree: trees.Tree, scale: float = 0.1, seed: int = 9) -> trees.Tree:
@@ -153,6 +178,7 @@ def optim_config(name: str) -> config.OptimConfig:
         b2=0.999,
         eps=1e-8,
         momentum=0.0,
+        loraplus_lr_ratio=1.0,
         weight_decay=0.0,
         clip_norm=None,
     )
@@ -232,7 +258,7 @@ def trainer(case: Case) -> Trainer:
         base, base_specs = {}, {}
 
     cfg = optim_config(case.optimiser)
-    tx = optim.transformation(cfg, optim.decayed_leaves(infos))
+    tx = optim.transformation(cfg, infos)
     schedule = optim.schedule(cfg, 10)
     abstract = trees.map_leaves(lambda i: i.abstract, infos)
     state_specs = state.state_specs(train_specs, tx, abstract, specs.P())

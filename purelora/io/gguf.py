@@ -114,6 +114,7 @@ class GGUFSource:
     arch: Arch
     config: Mapping[str, Any]
     names: Mapping[str, str]
+    identity: str | None = None
 
     @property
     def path(self) -> str:

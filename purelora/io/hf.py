@@ -1,42 +1,19 @@
 """Weights from a Hugging Face folder: config.json and one or more safetensors files.
 
-The safetensors library checks each header (offsets inside the file, no overlap, no gap, span equal
-to shape times element size, header size) before anything is mapped; here its errors get the
-file's name and a remedy, and the index is checked against what the shards really hold.
+The index of a sharded model is checked against what the shards really hold.
 """
 
 import dataclasses
-import json
 import os
-import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import safetensors
+from typing import Any
 
 from purelora import errors
-from purelora.io import files, source
+from purelora.io import files, safetensors_file, source
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _AGAIN = "download the file again"
-
-
-class _Entry(NamedTuple):
-    """Where a tensor lies in its file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    n_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """One safetensors file."""
-
-    path: str
-    entries: Mapping[str, _Entry]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +22,8 @@ class HFSource:
 
     path: str
     config: Mapping[str, Any]
-    shards: Mapping[str, _Shard]
+    shards: Mapping[str, safetensors_file.File]
+    identity: str | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
@@ -54,13 +32,7 @@ class HFSource:
     def read(self, name: str) -> source.Tensor:
         """Reads one tensor in its stored element type."""
         source.check_name(self.path, name, self.shards)
-        shard = self.shards[name]
-        entry = shard.entries[name]
-        if entry.dtype not in source.DTYPES:
-            raise source.dtype_error(shard.path, name, entry.dtype)
-        stored = files.read_range(shard.path, entry.start, entry.n_bytes)
-        array = stored.view(source.DTYPES[entry.dtype]).reshape(entry.shape)
-        return source.Tensor(array, source.digest(entry.dtype, entry.shape, stored))
+        return self.shards[name].read(name)
 
 
 def open_folder(path: str) -> HFSource:
@@ -123,11 +95,11 @@ def _missing_config(path: str) -> str:
     return "give the folder that holds config.json, model.safetensors and tokenizer.json"
 
 
-def _open_shards(folder: str) -> list[_Shard]:
+def _open_shards(folder: str) -> list[safetensors_file.File]:
     """Opens the single weights file, or every shard that the index lists."""
-    if os.path.lexists(os.path.join(folder, _SINGLE)):
-        return [_open_shard(os.path.join(folder, _SINGLE))]
-    index = os.path.join(folder, _INDEX)
+    if os.path.lexists(os.path.join(folder, SINGLE)):
+        return [safetensors_file.open_file(os.path.join(folder, SINGLE))]
+    index = os.path.join(folder, INDEX)
     if not os.path.lexists(index):
         raise errors.ModelError(folder, None, "has no safetensors weights", _other_weights(folder))
     weight_map = _read_index(index)
@@ -139,7 +111,7 @@ def _open_shards(folder: str) -> list[_Shard]:
         file = os.path.join(folder, file_name)
         if not os.path.lexists(file):
             raise errors.ModelError(index, None, f"lists {file_name}, which is missing", _AGAIN)
-        shard = _open_shard(file)
+        shard = safetensors_file.open_file(file)
         _check_listed(index, shard, listed[file_name], weight_map)
         shards.append(shard)
     return shards
@@ -151,11 +123,11 @@ def _other_weights(folder: str) -> str:
     if "adapter_config.json" in names:
         return "it holds an adapter: give the folder of its base model"
     if any(name.endswith(".safetensors") for name in names):
-        return f"it holds shards but no {_INDEX}: download that file too"
+        return f"it holds shards but no {INDEX}: download that file too"
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if pickled:
-        return f"it holds only {pickled[0]} (pickle): convert it to {_SINGLE}"
-    return f"download {_SINGLE}, or {_INDEX} with its shards"
+        return f"it holds only {pickled[0]} (pickle): convert it to {SINGLE}"
+    return f"download {SINGLE}, or {INDEX} with its shards"
 
 
 def _read_index(index: str) -> dict[str, str]:
@@ -176,7 +148,10 @@ def _read_index(index: str) -> dict[str, str]:
 
 
 def _check_listed(
-    index: str, shard: _Shard, listed: set[str], weight_map: Mapping[str, str]
+    index: str,
+    shard: safetensors_file.File,
+    listed: set[str],
+    weight_map: Mapping[str, str],
 ) -> None:
     """Checks that a shard holds exactly the tensors that the index lists for it."""
     missing = sorted(listed - set(shard.entries))
@@ -193,29 +168,3 @@ def _check_listed(
     else:
         what = f"holds tensor {name!r}, which the index does not list"
     raise errors.ModelError(shard.path, None, what, "get index and shards of one model")
-
-
-def _open_shard(path: str) -> _Shard:
-    files.check_readable(path)
-    try:
-        # The library checks the header against the file; the tensors are read without its mapping,
-        # whose pages would count as memory until the file is closed.
-        with safetensors.safe_open(path, framework="numpy"):
-            entries = _entries(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        what = f"is not a sound safetensors file ({error}); is it truncated?"
-        raise errors.ModelError(path, None, what, _AGAIN) from error
-    return _Shard(path, entries)
-
-
-def _entries(path: str) -> dict[str, _Entry]:
-    """The table of a safetensors file that the library has found sound."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: _Entry(item["dtype"], tuple(item["shape"]), 8 + length + begin, end - begin)
-        for name, item in header.items()
-        for begin, end in [item["data_offsets"]]
-    }

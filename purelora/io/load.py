@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 
-from purelora import errors, info, quant
+from purelora import errors, factoring, info, quant
 from purelora import tree as trees
 from purelora.io import source as sources
 from purelora.models import causal_lm
@@ -38,6 +39,7 @@ def load(
     infos: trees.Tree,
     shardings: trees.Tree,
     progress: Progress | None = None,
+    split: factoring.WeightSplit | None = None,
 ) -> Loaded:
     """Reads a whole base.
 
@@ -47,6 +49,7 @@ def load(
       infos: declarations of the result; QArrays of infos where it is quantised.
       shardings: placement of each leaf, parallel to `infos`.
       progress: told (tensors read, tensors in all).
+      split: takes adapters out of the weights on the way.
 
     Raises:
       ModelError: tensors that are missing, surplus or of another shape, all in one error; or a
@@ -64,12 +67,22 @@ def load(
         for index, name in enumerate(names[path]):
             tensor = source.read(name)
             digests[name] = tensor.digest
-            leaf, finite[name] = fill(leaf, tensor.array, index)
+            array: Any = tensor.array
+            place = None if split is None else split.place(path, index)
+            if split is not None and place is not None:
+                array = split(place, _as_kernel(array), like).T
+            leaf, finite[name] = fill(leaf, array, index)
             if progress:
                 progress(len(digests), total)
         _check_finite(source, finite)
         flat[path] = leaf
-    return Loaded(trees.unflatten(flat), sources.fingerprint(digests))
+    identity = source.identity or sources.fingerprint(digests)
+    return Loaded(trees.unflatten(flat), identity)
+
+
+def _as_kernel(array: np.ndarray) -> jax.Array:
+    """A linear weight as `[K, N]` float32; on disk it is [out, in]."""
+    return jnp.asarray(array).astype(jnp.float32).T
 
 
 def _is_stacked(like: Any) -> bool:

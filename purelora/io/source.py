@@ -6,7 +6,7 @@ shapes, check them against their own declaration, and read one tensor after the 
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -46,6 +46,10 @@ class Source(Protocol):
     def config(self) -> Mapping[str, Any]:
         """The keys of a Hugging Face config.json; what the model's files do not say is absent."""
 
+    @property
+    def identity(self) -> str | None:
+        """Fingerprint of the base, where its tensors are not those it was made from."""
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by Hugging Face name."""
 
@@ -60,6 +64,7 @@ class ArraySource:
     path: str
     config: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
+    identity: str | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
@@ -91,6 +96,13 @@ def fingerprint(digests: Mapping[str, bytes]) -> str:
     for name in sorted(digests):
         hasher.update(f"{name}\n".encode() + digests[name])
     return hasher.hexdigest()
+
+
+def identify(source: Source, names: Iterable[str]) -> str:
+    """The fingerprint of a source's tensors `names`; reads them unless it states one."""
+    if source.identity is not None:
+        return source.identity
+    return fingerprint({name: source.read(name).digest for name in names})
 
 
 def check_name(path: str, name: str, known: Mapping[str, object]) -> None:

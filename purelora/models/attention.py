@@ -137,12 +137,12 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def cached_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, scale: float
+    q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array, scale: float
 ) -> jax.Array:
     """Attention for generation, over the slots of a cache that `mask` shows; not differentiated."""
-    q = einops.rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
-    scores = _f32("BKGTH,BSKH->BKGTS", q, k_BSKH) * scale
+    q = einops.rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BKSH.shape[1])
+    scores = _f32("BKGTH,BKSH->BKGTS", q, k_BKSH) * scale
     scores = jnp.where(mask_BTS[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
-    out = jnp.einsum("BKGTS,BSKH->BKGTH", weights, v_BSKH)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
+    out = jnp.einsum("BKGTS,BKSH->BKGTH", weights, v_BKSH)
     return einops.rearrange(out, "B K G T H -> B T (K G) H")

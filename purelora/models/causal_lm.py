@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from purelora import errors, info, lora, loss, params, quant
+from purelora import config as configs
+from purelora import errors, info, lora, loss, params, quant, targets
 from purelora import tree as trees
 from purelora.models import layers, llama
 
@@ -41,28 +42,62 @@ class CausalLM:
       family: module with the family's functions.
       config: the family's own config.
       infos: declarations of the unquantised parameters.
-      targets: the adapters by module path; empty without LoRA.
+      adaptation: what is trained beside the base; nothing without LoRA.
     """
 
     family: ModuleType
     config: Any
     infos: trees.Tree
-    targets: Mapping[str, lora.Target]
+    adaptation: targets.Adaptation
 
     @functools.cached_property
     def flat_infos(self) -> dict[str, info.ParamInfo]:
         return trees.flatten(self.infos)
 
     @functools.cached_property
-    def modules(self) -> dict[str, lora.LinearModule]:
+    def modules(self) -> dict[str, targets.AdaptableModule]:
         """The matrices that adapters can go to."""
-        return self.family.linear_modules(self.config, self.infos)
+        found: dict[str, targets.AdaptableModule] = self.family.modules(self.config, self.infos)
+        return found
 
-    def with_targets(self, targets: Mapping[str, lora.Target]) -> "CausalLM":
-        return dataclasses.replace(self, targets=targets)
+    @functools.cached_property
+    def hf_names(self) -> dict[str, tuple[str, ...]]:
+        """Hugging Face name of each layer of every leaf."""
+        return {path: self.family.hf_names(self.config, path) for path in self.flat_infos}
 
-    def adapter_infos(self) -> trees.Tree:
-        return lora.adapter_infos(self.modules, self.targets)
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding table."""
+        return f"{targets.HEAD}.weight" not in self.flat_infos
+
+    def adapted(self, settings: configs.LoraConfig) -> "CausalLM":
+        """This model with what `settings` train. Raises ConfigError, see `targets.resolve`."""
+        return self.with_adaptation(targets.resolve(settings, self.modules, self.hf_names))
+
+    def with_adaptation(self, adaptation: targets.Adaptation) -> "CausalLM":
+        return dataclasses.replace(self, adaptation=adaptation)
+
+    def frozen_infos(self) -> trees.Tree:
+        """Declarations of what is not trained whole."""
+        full = self.adaptation.full
+        return trees.unflatten({p: leaf for p, leaf in self.flat_infos.items() if p not in full})
+
+    def adapter_infos(self, init: str = "default") -> trees.Tree:
+        """Declarations of everything that is trained beside the base, in float32.
+
+        `init` is `lora.init_lora_weights`.
+        """
+        adapters = lora.adapter_infos(self.modules, self.adaptation.targets, init=init)
+        flat = trees.flatten(adapters)
+        for path in self.adaptation.full:
+            flat[path] = dataclasses.replace(self.flat_infos[path], dtype="float32")
+        if self.adaptation.token_ids:
+            table = self.flat_infos[f"{targets.EMBEDDING}.weight"]
+            shape, axes = (len(self.adaptation.token_ids), table.shape[1]), (None, table.axes[1])
+            flat[targets.TOKEN_ROWS] = dataclasses.replace(
+                table, shape=shape, axes=axes, dtype="float32"
+            )
+        return trees.unflatten(flat)
 
     def bind(
         self,
@@ -72,7 +107,11 @@ class CausalLM:
     ) -> trees.Tree:
         """Base and trained leaves as the modules that the family's functions take."""
         return params.bind(
-            base, trainable, infos=self.flat_infos, targets=self.targets, gathers=gathers or {}
+            base,
+            trainable,
+            infos=self.flat_infos,
+            adaptation=self.adaptation,
+            gathers=gathers or {},
         )
 
     def loss_sum(
@@ -141,7 +180,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
         if name in family.ARCHITECTURES:
             family_config = family.from_hf(config, where)
             infos = family.param_infos(family_config, dtype)
-            return CausalLM(family, family_config, infos, {})
+            return CausalLM(family, family_config, infos, targets.Adaptation())
     known = ", ".join(a for family in FAMILIES for a in family.ARCHITECTURES)
     raise errors.ModelError(
         f"{where}: architectures", names, "is not a model that purelora knows", f"known: {known}"

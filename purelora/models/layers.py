@@ -86,21 +86,55 @@ def linear(x: jax.Array, module: params.Module, dropout: Dropout | None = None) 
 
 def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
     """`x W + b + scaling · (adapter_x A) B` in `out_dtype`; `adapter_x` is `x` but for dropout."""
-    assert module.contracting is not None, module.name
-    if module.frozen:
-        y = quant.frozen_dot(x, module.weight, module.gather, module.contracting, out_dtype)
-    else:
-        y = quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
+    y = _base_product(x, module, out_dtype)
+    if module.token_rows is not None:
+        # Rows of the table are outputs of the head.
+        rows = x @ module.token_rows.astype(x.dtype).T
+        y = y.at[..., np.asarray(module.token_ids)].set(rows.astype(y.dtype))
+    if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
+        delta = lora.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(y.dtype)
+        y = y + delta if module.magnitude is None else _dora(x, adapter_x, y, delta, module)
     if module.bias is not None:
         y = y + jnp.broadcast_to(module.bias.astype(y.dtype), y.shape)
-    if module.lora_a is None or module.lora_b is None or module.scaling is None:
-        return y
-    return y + lora.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(y.dtype)
+    return y
+
+
+def _base_product(x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
+    assert module.contracting is not None, module.name
+    if module.frozen:
+        return quant.frozen_dot(x, module.weight, module.gather, module.contracting, out_dtype)
+    return quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
+
+
+def _dora(
+    x: jax.Array, adapter_x: jax.Array, y: jax.Array, delta: jax.Array, module: params.Module
+) -> jax.Array:
+    """`y` and the adapter's `delta` with the norm of each output's weights set to its magnitude.
+
+    As in PEFT, dropout thins out everything but the plain product `y`.
+    """
+    a, b, scaling, magnitude = (getattr(module, name) for name in params.ADAPTER_FIELDS)
+    assert module.contracting is not None
+    weight = jax.lax.stop_gradient(module.gather(module.weight))
+    factor = lora.dora_factor(weight, module.contracting, (a, b, scaling), magnitude)
+    # Layers of the stack without an adapter have a scaling of 0 and stay as they are.
+    factor = jnp.where(scaling > 0, factor, 1.0).astype(y.dtype)
+    factor = factor.reshape((1,) * (y.ndim - 1) + (-1,))
+    thinned = y if adapter_x is x else _base_product(adapter_x, module, y.dtype)
+    return y - thinned + factor * (thinned + delta)
 
 
 def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.Array:
-    """Rows of the embedding table, `[B, T, D]`."""
-    return quant.take_rows(module.gather(module.weight), tokens_BT, dtype)
+    """Rows of the embedding table, `[B, T, D]`, with what is trained of them."""
+    x_BTD = quant.take_rows(module.gather(module.weight), tokens_BT, dtype)
+    if module.token_rows is not None:
+        is_token = tokens_BT[..., None] == np.asarray(module.token_ids, np.int32)[None, None]
+        rows_BTD = module.token_rows[jnp.argmax(is_token, axis=-1)].astype(dtype)
+        x_BTD = jnp.where(is_token.any(axis=-1, keepdims=True), rows_BTD, x_BTD)
+    if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
+        picked = (module.lora_a[tokens_BT] * module.scaling).astype(dtype)
+        x_BTD = x_BTD + picked @ module.lora_b.astype(dtype)
+    return x_BTD
 
 
 def rms_norm(x: jax.Array, module: params.Module, eps: float) -> jax.Array:

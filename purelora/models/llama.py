@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora import errors, lora, params
+from purelora import errors, params, targets
 from purelora import tree as trees
 from purelora.info import ParamInfo
 from purelora.models import attention, layers, rope
@@ -178,23 +178,25 @@ def hf_names(cfg: LlamaConfig, path: str) -> tuple[str, ...]:
     return (path,) if path.startswith("lm_head") else (f"model.{path}",)
 
 
-def linear_modules(cfg: LlamaConfig, infos: trees.Tree) -> dict[str, lora.LinearModule]:
-    """The matrices that adapters can go to, in the order of the forward pass."""
-    modules = {
+def modules(cfg: LlamaConfig, infos: trees.Tree) -> dict[str, targets.AdaptableModule]:
+    """The matrices that adapters can go to: those of the layers, then the head and the table."""
+    matrices = {
         path.removesuffix(".weight"): leaf
         for path, leaf in trees.flatten(infos).items()
-        if leaf.is_matrix and path != "embed_tokens.weight"
+        if leaf.is_matrix
     }
-    if cfg.tie_word_embeddings:
-        modules["lm_head"] = infos["embed_tokens"]["weight"]
+    table = matrices.pop(targets.EMBEDDING)
+    matrices.setdefault(targets.HEAD, table)
+    matrices[targets.EMBEDDING] = table
+    kinds: dict[str, Any] = {targets.HEAD: "head", targets.EMBEDDING: "embedding"}
     return {
-        path: lora.LinearModule(leaf, hf_names(cfg, path), is_output=path == "lm_head")
-        for path, leaf in modules.items()
+        path: targets.AdaptableModule(leaf, hf_names(cfg, path), kinds.get(path, "linear"))
+        for path, leaf in matrices.items()
     }
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions so far, `[L, B, S, K, H]` each; slot s holds position s."""
+    """Keys and values of the positions so far, `[L, B, K, S, H]` each; slot s holds position s."""
 
     k: jax.Array
     v: jax.Array
@@ -202,7 +204,7 @@ class Cache(NamedTuple):
 
 def empty_cache(cfg: LlamaConfig, rows: int, length: int, dtype: Any) -> Cache:
     """A cache of `length` slots for each of `rows` rows."""
-    shape = (cfg.num_hidden_layers, rows, length, cfg.num_key_value_heads, cfg.head_dim)
+    shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, length, cfg.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -253,37 +255,40 @@ def hidden_cached(
     dtype: Any,
 ) -> tuple[jax.Array, Cache]:
     """`hidden` for generation: reads the cache and writes the slots at `positions_BT`."""
-    mask_BTS = layers.cache_mask(positions_BT, cache.k.shape[2])
+    mask_BTS = layers.cache_mask(positions_BT, cache.k.shape[3])
     angles = layers.rope_angles(positions_BT, np.asarray(cfg.inv_freq))
 
-    def body(x_BTD: jax.Array, xs: tuple[trees.Tree, Cache]) -> tuple[jax.Array, Cache]:
-        layer, layer_cache = xs
+    def body(
+        carry: tuple[jax.Array, Cache], xs: tuple[trees.Tree, jax.Array]
+    ) -> tuple[tuple[jax.Array, Cache], None]:
+        x_BTD, cache = carry
+        layer, index = xs
         attend = functools.partial(
             _attend_cached,
-            cache=layer_cache,
+            cache=cache,
+            index=index,
             positions_BT=positions_BT,
             mask_BTS=mask_BTS,
             angles=angles,
             cfg=cfg,
         )
-        return _block(x_BTD, layer, attend, cfg, None)
+        return _block(x_BTD, layer, attend, cfg, None), None
 
     x_BTD = layers.embed(tokens_BT, bound["embed_tokens"], dtype)
-    x_BTD, cache = layers.run_stack(body, x_BTD, (bound["layers"], cache), scan=True, remat=False)
+    # Carried, the cache is written in place; scanned over, all of it would be copied each token.
+    stack = (bound["layers"], jnp.arange(cfg.num_hidden_layers))
+    (x_BTD, cache), _ = jax.lax.scan(body, (x_BTD, cache), stack)
     return layers.rms_norm(x_BTD, bound["norm"], cfg.rms_norm_eps), cache
 
 
 def head(bound: trees.Tree) -> params.Module:
     """The module that turns `hidden` into logits: weight [V, D], with the adapters of `lm_head`."""
-    own = bound.get("lm_head")
+    own, tied = bound.get(targets.HEAD), bound[targets.EMBEDDING]
     if own is not None and own.weight is not None:
         return own
-    tied = bound["embed_tokens"]
-    if own is None:
-        return tied
-    return dataclasses.replace(
-        own, weight=tied.weight, gather=tied.gather, contracting=-1, frozen=tied.frozen
-    )
+    # The table itself, without the adapters that it has as an embedding.
+    adapter = {name: None if own is None else getattr(own, name) for name in params.ADAPTER_FIELDS}
+    return dataclasses.replace(tied, name=targets.HEAD, **adapter)
 
 
 # (q_BTNH, k_BSKH, v_BSKH) before rotation -> (out_BTNH, what the stack collects)
@@ -339,6 +344,7 @@ def _attend_cached(
     v_BTKH: jax.Array,
     *,
     cache: Cache,
+    index: jax.Array,
     positions_BT: jax.Array,
     mask_BTS: jax.Array,
     angles: Angles,
@@ -346,8 +352,9 @@ def _attend_cached(
 ) -> tuple[jax.Array, Cache]:
     rows = jnp.arange(positions_BT.shape[0])[:, None]
     cache = Cache(
-        cache.k.at[rows, positions_BT].set(layers.rope(k_BTKH, angles)),
-        cache.v.at[rows, positions_BT].set(v_BTKH),
+        cache.k.at[index, rows, :, positions_BT].set(layers.rope(k_BTKH, angles)),
+        cache.v.at[index, rows, :, positions_BT].set(v_BTKH),
     )
     q = layers.rope(q_BTNH, angles)
-    return attention.cached_attention(q, *cache, mask_BTS, cfg.head_dim**-0.5), cache
+    k_BKSH, v_BKSH = cache.k[index], cache.v[index]
+    return attention.cached_attention(q, k_BKSH, v_BKSH, mask_BTS, cfg.head_dim**-0.5), cache

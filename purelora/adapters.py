@@ -1,0 +1,145 @@
+"""Arithmetic of adapters of one base: writes a new PEFT folder.
+
+    python -m purelora.adapters --op=average --adapter=runs/a --adapter=runs/b --output=mean
+    python -m purelora.adapters --op=truncate --r=8 --adapter=runs/a --output=small
+
+--op=NAME       scale        --factor times the update of one adapter
+                add          the sum of the updates
+                average      their mean
+                interpolate  (1 - t) times the first and --t times the second
+                concatenate  the sum with a --weight for each
+                truncate     the nearest adapter of rank --r, by singular values
+--adapter=PATH  a run, one of its steps, or a PEFT folder; may be given several times
+--output=PATH   a new folder
+
+Sums are exact: the ranks add up. --r with any of them truncates the result.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from purelora import arithmetic, artefact, cli, errors
+from purelora.io import output, peft
+
+Op = Literal["scale", "add", "average", "interpolate", "concatenate", "truncate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of the command."""
+
+    op: Op
+    adapter: tuple[str, ...]
+    output: str
+    factor: float | None = None
+    t: float | None = None
+    r: int | None = None
+    weight: tuple[str, ...] = ()
+
+
+# What each operation needs: how many adapters (at least, at most), and which arguments.
+_NEEDS: dict[str, tuple[int, int | None, str | None]] = {
+    "scale": (1, 1, "factor"),
+    "add": (2, None, None),
+    "average": (2, None, None),
+    "interpolate": (2, 2, "t"),
+    "concatenate": (2, None, "weight"),
+    "truncate": (1, 1, "r"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    options = cli.options(Options, argv)
+    _check(options)
+    output.check_free(options.output)
+    adapters = [artefact.open_adapter(path) for path in options.adapter]
+    result = _OPERATIONS[options.op](options, adapters)
+    if options.r is not None:
+        result = arithmetic.truncated(result, options.r)
+    peft.write(options.output, result)
+    modules = len(result.modules)
+    print(f"{options.output}: {options.op} of {len(adapters)}, {modules} modules")
+    return 0
+
+
+def _check(options: Options) -> None:
+    """Raises ConfigError for arguments that do not go with the operation."""
+    least, most, needed = _NEEDS[options.op]
+    count, problems = len(options.adapter), []
+    if count < least or (most is not None and count > most):
+        what = f"is given {count} times, {options.op} takes {least if most == least else 'several'}"
+        problems.append(errors.Problem("--adapter", list(options.adapter), what, ""))
+    for name in ("factor", "t", "weight"):
+        given = getattr(options, name) not in (None, ())
+        if given != (name == needed):
+            what = "has no effect" if given else "is missing"
+            problems.append(errors.Problem(f"--{name}", None, f"{what} with --op={options.op}", ""))
+    if options.op == "truncate" and options.r is None:
+        problems.append(errors.Problem("--r", None, "is missing with --op=truncate", ""))
+    if options.r is not None and options.r < 1:
+        problems.append(errors.Problem("--r", options.r, "must be at least 1", ""))
+    if options.weight and len(options.weight) != count:
+        what = f"is given {len(options.weight)} times for {count} adapters"
+        problems.append(errors.Problem("--weight", list(options.weight), what, "one for each"))
+    numbers = {"factor": [options.factor], "t": [options.t], "weight": _weights(options)}
+    for name, values in numbers.items():
+        if any(value is not None and not np.isfinite(value) for value in values):
+            problems.append(errors.Problem(f"--{name}", None, "is not a finite number", ""))
+    if problems:
+        raise errors.ConfigError.of(problems)
+
+
+def _weights(options: Options) -> list[float]:
+    """The weights as numbers; NaN for a text that is none."""
+    values = [cli.from_text(text, float) for text in options.weight]
+    return [value if isinstance(value, float) else float("nan") for value in values]
+
+
+_Operation = Callable[[Options, Sequence[peft.Adapter]], peft.Adapter]
+
+
+def _scale(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
+    assert options.factor is not None
+    return arithmetic.scaled(adapters[0], options.factor)
+
+
+def _add(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
+    del options
+    return arithmetic.summed(adapters, [1.0] * len(adapters))
+
+
+def _average(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
+    del options
+    return arithmetic.summed(adapters, [1 / len(adapters)] * len(adapters))
+
+
+def _interpolate(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
+    assert options.t is not None
+    return arithmetic.summed(adapters, [1 - options.t, options.t])
+
+
+def _concatenate(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
+    return arithmetic.summed(adapters, _weights(options))
+
+
+def _keep(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
+    del options
+    return adapters[0]
+
+
+_OPERATIONS: dict[str, _Operation] = {
+    "scale": _scale,
+    "add": _add,
+    "average": _average,
+    "interpolate": _interpolate,
+    "concatenate": _concatenate,
+    "truncate": _keep,  # `main` truncates whatever comes out, to --r.
+}
+
+
+if __name__ == "__main__":
+    cli.run_command(main, __doc__)

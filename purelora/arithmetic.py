@@ -1,0 +1,163 @@
+"""Arithmetic of adapters: what one does to a weight, and sums of several as one adapter.
+
+All functions are pure and work on `peft.Adapter`s in float32. A sum of updates is exact: the
+factors of the summands stand side by side, so the ranks add up; `truncated` brings the rank down to
+the nearest adapter of a given one. Magnitudes (DoRA) and whole weights are no linear updates of a
+weight, so sums refuse them.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from purelora import errors
+from purelora.io import peft, peft_config
+
+Tensors = Mapping[str, np.ndarray]
+
+_LINEAR = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+_LINEAR_KINDS = {kind for pair in _LINEAR for kind in pair} | {"base_weight"}
+
+
+def updated(adapter: peft.Adapter, module: str, kind: str, base: np.ndarray) -> np.ndarray:
+    """A weight or bias of the base as the adapter makes it.
+
+    Args:
+      adapter: an adapter under the base's own names.
+      module: Hugging Face name of the module.
+      kind: "weight" or "bias".
+      base: the base's values, `[out, in]` (a table `[V, D]`), float32.
+    """
+    kinds = adapter.modules.get(module, {})
+    if kind in kinds:
+        return kinds[kind].astype(np.float32)
+    if kind == "bias":
+        return base
+    result = base
+    for a, b in _LINEAR:
+        if a in kinds:
+            product = kinds[b].astype(np.float32) @ kinds[a].astype(np.float32)
+            product = product.T if a == "lora_embedding_A" else product
+            result = result + np.float32(peft_config.scaling(adapter.config, module)) * product
+    if "lora_magnitude_vector" in kinds:
+        # Liu et al. 2024, equation 5: each output's weights get the norm that was learned.
+        norms = np.linalg.norm(result, axis=1)
+        magnitude = kinds["lora_magnitude_vector"].astype(np.float32)
+        result = result * (magnitude / norms)[:, None]
+    if "trainable_tokens" in kinds:
+        ids = list(next(iter(adapter.config.trainable_token_indices.values())))
+        result = result.copy()
+        result[ids] = kinds["trainable_tokens"].astype(np.float32)
+    return result
+
+
+def scaled(adapter: peft.Adapter, factor: float) -> peft.Adapter:
+    """`factor` times the update of an adapter, in its own rank.
+
+    Raises:
+      ModelError: it holds magnitudes or whole weights.
+    """
+    _check_linear([adapter])
+    modules = {
+        name: {k: array * np.float32(factor) if k in ("lora_B", "lora_embedding_B") else array
+               for k, array in kinds.items()}
+        for name, kinds in adapter.modules.items()
+    }  # fmt: skip
+    return dataclasses.replace(adapter, modules=modules)
+
+
+def summed(adapters: Sequence[peft.Adapter], weights: Sequence[float]) -> peft.Adapter:
+    """The weighted sum of the updates of several adapters of one base; their ranks add up.
+
+    With weights 1, 1 that is their sum, with 1/n their average, with 1 - t, t an interpolation.
+    A module that only some have counts as zero in the others.
+
+    Raises:
+      ModelError: one holds magnitudes or whole weights, or they belong to different bases.
+    """
+    _check_linear(adapters)
+    prints = {a.base_fingerprint for a in adapters} - {None}
+    if len(prints) > 1:
+        paths = ", ".join(a.path for a in adapters)
+        raise errors.ModelError(paths, None, "belong to different bases", "give those of one base")
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for name in dict.fromkeys(name for adapter in adapters for name in adapter.modules):
+        having = [(a, w) for a, w in zip(adapters, weights, strict=True) if name in a.modules]
+        modules[name] = _side_by_side(name, having)
+    fingerprint = next(iter(prints), None)
+    return _of_factors(adapters[0], modules, fingerprint)
+
+
+def _side_by_side(name: str, having: Sequence[tuple[peft.Adapter, float]]) -> dict[str, np.ndarray]:
+    a, b = next(pair for pair in _LINEAR if pair[0] in having[0][0].modules[name])
+    lefts, rights = [], []
+    for adapter, weight in having:
+        kinds = adapter.modules[name]
+        factor = np.float32(weight * peft_config.scaling(adapter.config, name))
+        lefts.append(kinds[a].astype(np.float32))
+        rights.append(factor * kinds[b].astype(np.float32))
+    return {a: np.concatenate(lefts, axis=0), b: np.concatenate(rights, axis=1)}
+
+
+def truncated(adapter: peft.Adapter, r: int) -> peft.Adapter:
+    """The nearest adapter of rank `r` at most, by singular values (Eckart and Young 1936).
+
+    Raises:
+      ModelError: it holds magnitudes or whole weights.
+    """
+    _check_linear([adapter])
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for name, kinds in adapter.modules.items():
+        a, b = next(pair for pair in _LINEAR if pair[0] in kinds)
+        factor = np.float32(peft_config.scaling(adapter.config, name))
+        modules[name] = dict(
+            zip((a, b), _low_rank(kinds[a], factor * kinds[b].astype(np.float32), r), strict=True)
+        )
+    return _of_factors(adapter, modules, adapter.base_fingerprint)
+
+
+def _low_rank(a: np.ndarray, b: np.ndarray, r: int) -> tuple[np.ndarray, np.ndarray]:
+    """`A [r, in]`, `B [out, r]` nearest to the product `b @ a`, which is never formed."""
+    q_b, r_b = np.linalg.qr(b.astype(np.float64))
+    q_a, r_a = np.linalg.qr(a.astype(np.float64).T)
+    u, s, vh = np.linalg.svd(r_b @ r_a.T)
+    root = np.sqrt(s[:r])
+    left = root[:, None] * (vh[:r] @ q_a.T)
+    return left.astype(np.float32), ((q_b @ u[:, :r]) * root).astype(np.float32)
+
+
+def _check_linear(adapters: Sequence[peft.Adapter]) -> None:
+    problems = [
+        errors.Problem(
+            f"{adapter.path}: {name}",
+            None,
+            f"holds a {kind}, which is no linear update of a weight",
+            "merge the adapters into their base instead",
+        )
+        for adapter in adapters
+        for name, kinds in adapter.modules.items()
+        for kind in kinds
+        if kind not in _LINEAR_KINDS
+    ]
+    if problems:
+        raise errors.ModelError.of(errors.first(problems, adapters[0].path))
+
+
+def _of_factors(
+    like: peft.Adapter, modules: Mapping[str, dict[str, np.ndarray]], fingerprint: str | None
+) -> peft.Adapter:
+    """An adapter whose update is `B A` as it stands: every alpha is its rank."""
+    ranks = {name: next(iter(kinds.values())).shape[0] for name, kinds in modules.items()}
+    r = max(ranks.values(), key=list(ranks.values()).count)
+    own: dict[str, Any] = {name: rank for name, rank in ranks.items() if rank != r}
+    config = peft_config.AdapterConfig(
+        r=r,
+        lora_alpha=float(r),
+        target_modules=tuple(sorted(modules)),
+        rank_pattern=own,
+        alpha_pattern={name: float(rank) for name, rank in own.items()},
+        base_model_name_or_path=like.config.base_model_name_or_path,
+    )
+    return peft.Adapter(like.path, config, modules, fingerprint)

@@ -1,0 +1,372 @@
+"""Folds adapters into their base and writes a whole model.
+
+    python -m purelora.merge --adapter=runs/qlora --output=merged
+    python -m purelora.merge --adapter=A --weight=0.7 --adapter=B --weight=0.3 --output=model.gguf
+    python -m purelora.merge --adapter=runs/qlora --onto=dequantised --qtype=int8 --output=merged
+
+--adapter=PATH     a run, one of its steps, or a PEFT folder; may be given several times
+--weight=NUMBER    how much of the update of each adapter; one for each, or none for 1
+--output=PATH      a new folder (Hugging Face safetensors), or a new file that ends in .gguf
+--model=PATH       the base; by default the one that the first adapter names
+--onto=NAME        `original` weights (default), or `dequantised`: as the run saw them
+--qtype, --tile-size, --skip=PATTERN   how that base was quantised; by default as the run says
+--dtype=NAME       float32, bfloat16 or float16; for GGUF also q8_0. By default that of the base
+--shard-bytes=N    largest safetensors file
+
+One tensor is in memory at a time. For every module the command reports how much of the update is
+left in the written dtype; what rounds away is not in the model.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import qwix
+
+from purelora import (
+    arithmetic,
+    artefact,
+    checkpoint,
+    cli,
+    config,
+    errors,
+    factoring,
+    quant,
+    run_model,
+    specs,
+    targets,
+)
+from purelora import tree as trees
+from purelora.io import builtin, gguf, gguf_tokenizer, gguf_write, hf, hf_write, peft, source
+from purelora.io import safetensors_file as files
+from purelora.models import causal_lm
+
+_FLOATS = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+_GGUF_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
+REPORT = "merge_report.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of the command."""
+
+    output: str
+    adapter: tuple[str, ...] = ()
+    weight: tuple[str, ...] = ()
+    model: str | None = None
+    onto: Literal["original", "dequantised"] = "original"
+    qtype: Literal["int8", "int4", "nf4", "fp8"] | None = None
+    tile_size: int | None = None
+    skip: tuple[str, ...] = ()
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] | None = None
+    shard_bytes: int = hf_write.SHARD_BYTES
+
+
+class Survival(NamedTuple):
+    """How much of a module's update is left in the written weight.
+
+    Attributes:
+      module: Hugging Face name.
+      update: norm of the update over the norm of the weight.
+      kept: component of the written change along the update, 1 if nothing is lost.
+      error: norm of (written change - update) over that of the update, 0 if nothing is lost.
+    """
+
+    module: str
+    update: float
+    kept: float
+    error: float
+
+
+# weight name, base's values -> base's values as training saw them
+Base = Callable[[str, np.ndarray], np.ndarray]
+Weighted = tuple[peft.Adapter, float]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    options = cli.options(Options, argv)
+    weights = _weights(options)
+    adapters = [artefact.open_adapter(path) for path in options.adapter]
+    opened = run_model.open_model(_base_path(options, adapters))
+    model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
+    placed: list[Weighted] = []
+    for adapter, weight in zip(adapters, weights, strict=True):
+        attached = artefact.attach(adapter, model, base_fingerprint=None)
+        for note in attached.notes:
+            print(f"{adapter.path}: {note}", flush=True)
+        placed.append((attached.placed, weight))
+    check_fingerprints(opened.source, model, adapters)
+    base = _dequantised(options, model) if options.onto == "dequantised" else _as_is
+    merged = Merged(opened.source, model, placed, base, _output_dtype(options, opened.source))
+    write(options, opened, merged)
+    print(describe(merged.survivals), flush=True)
+    return 0
+
+
+def _weights(options: Options) -> list[float]:
+    if not options.weight:
+        return [1.0] * len(options.adapter)
+    if len(options.weight) != len(options.adapter):
+        what = f"is given {len(options.weight)} times for {len(options.adapter)} adapters"
+        raise errors.ConfigError("--weight", options.weight, what, "give one for each, or none")
+    found = []
+    for text in options.weight:
+        value = cli.from_text(text, float)
+        if not isinstance(value, float) or not np.isfinite(value):
+            raise errors.ConfigError("--weight", text, "is not a number", "")
+        found.append(value)
+    return found
+
+
+def _base_path(options: Options, adapters: Sequence[peft.Adapter]) -> str:
+    if options.model is not None:
+        return options.model
+    if not adapters:
+        remedy = "give --adapter, or --model alone to write a run that trains all weights"
+        raise errors.ConfigError("--adapter, --model", None, "are both missing", remedy)
+    path = adapters[0].config.base_model_name_or_path
+    if path is None:
+        raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
+    return path
+
+
+def check_fingerprints(
+    base: source.Source, model: causal_lm.CausalLM, adapters: Sequence[peft.Adapter]
+) -> None:
+    """Raises ModelError if an adapter says that it was trained on another base.
+
+    Reads every tensor once if an adapter says on which.
+    """
+    stated = [adapter for adapter in adapters if adapter.base_fingerprint is not None]
+    if stated:
+        names = [name for names in model.hf_names.values() for name in names]
+        fingerprint = source.identify(base, names)
+        for adapter in stated:
+            artefact.check_base(adapter, fingerprint)
+
+
+def _output_dtype(options: Options, base: source.Source) -> str:
+    """The dtype that is written: the one asked for, or that of the base."""
+    is_gguf = options.output.endswith(".gguf")
+    if options.dtype == "q8_0" and not is_gguf:
+        raise errors.ConfigError("--dtype", "q8_0", "is a type of GGUF only", "write a .gguf file")
+    stated = base.config.get("dtype", base.config.get("torch_dtype"))
+    return options.dtype or (stated if stated in _FLOATS else "float32")
+
+
+def _as_is(name: str, values: np.ndarray) -> np.ndarray:
+    del name
+    return values
+
+
+def _dequantised(options: Options, model: causal_lm.CausalLM) -> Base:
+    """The base that training saw: quantised and dequantised again."""
+    q = _quantisation(options)
+    if q.tile_size is not None:
+        specs.check_tiles(model.infos, q.tile_size, q.skip)
+    infos = quant.quantised_infos(model.infos, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
+    flat = trees.flatten(infos)
+    paths = {name: path for path, names in model.hf_names.items() for name in names}
+    rounded = jax.jit(
+        lambda values, like: quant.dequantise(quant.quantise(values, like)), static_argnums=1
+    )
+
+    def base(name: str, values: np.ndarray) -> np.ndarray:
+        like, info = flat[paths[name]], model.flat_infos[paths[name]]
+        if not isinstance(like, qwix.QArray):
+            return values
+        kernel = values.T if info.contracting == -2 else values
+        result = np.asarray(rounded(kernel, like))
+        return result.T if info.contracting == -2 else result
+
+    return base
+
+
+def _quantisation(options: Options) -> config.QuantConfig:
+    """How the base was quantised: as the arguments say, or as the run that made the adapter."""
+    if options.qtype is not None:
+        return config.QuantConfig(options.qtype, options.tile_size, options.skip)
+    if len(options.adapter) != 1:
+        what = "is missing: there is not one run that says how its base was quantised"
+        raise errors.ConfigError("--qtype", None, what, "set it, or use --onto=original")
+    folder = pathlib.Path(options.adapter[0])
+    if (folder / peft.CONFIG).exists():
+        what = "is missing: a PEFT folder does not say how its base was quantised"
+        raise errors.ConfigError("--qtype", None, what, "set it, or use --onto=original")
+    checkpoints, step = checkpoint.find(folder)
+    saved = checkpoints.meta(step)["config"]
+    if saved["lora.init_lora_weights"] in factoring.INITS:
+        what = "has no base to go onto: the run took its initial adapters out of it"
+        raise errors.ConfigError("--onto", options.onto, what, "use --onto=original")
+    if saved["quant.qtype"] == "none":
+        what = "asks for a quantised base, and the run had a float one"
+        raise errors.ConfigError("--onto", options.onto, what, "use --onto=original")
+    return config.QuantConfig(
+        saved["quant.qtype"], saved["quant.tile_size"], tuple(saved["quant.skip"])
+    )
+
+
+class Merged:
+    """The tensors of the merged model, made one at a time; keeps what it saw of each update."""
+
+    def __init__(
+        self,
+        base_source: source.Source,
+        model: causal_lm.CausalLM,
+        adapters: Sequence[Weighted],
+        base: Base,
+        dtype: str,
+    ):
+        """Takes adapters under the base's own names, and the dtype that is written."""
+        self._source = base_source
+        self._model = model
+        self._adapters = adapters
+        self._base = base
+        self._written = _FLOATS.get(dtype, np.dtype(np.float32))
+        self.dtype = dtype
+        self.survivals: list[Survival] = []
+
+    @property
+    def is_untied(self) -> bool:
+        """Whether table and head of a tied base come out different."""
+        names = [self._model.modules[p].names[0] for p in (targets.EMBEDDING, targets.HEAD)]
+        linear = {"lora_A", "lora_embedding_A"}
+        return self._model.is_tied and any(
+            linear & adapter.modules.get(name, {}).keys()
+            for adapter, _ in self._adapters
+            for name in names
+        )
+
+    def config(self) -> dict[str, Any]:
+        """The base's config.json, untied where it has to be."""
+        own = {"tie_word_embeddings": False} if self.is_untied else {}
+        return dict(self._source.config) | own
+
+    def tensors(self) -> dict[str, files.Spec]:
+        """All tensors by Hugging Face name, each made when it is asked for."""
+        table = self._model.hf_names[f"{targets.EMBEDDING}.weight"][0]
+        sources = {name: name for names in self._model.hf_names.values() for name in names}
+        if self.is_untied:
+            sources[f"{self._model.modules[targets.HEAD].names[0]}.weight"] = table
+        shapes = self._source.shapes()
+        return {
+            name: files.Spec(self._written, tuple(shapes[own]), self._loader(name, own))
+            for name, own in sources.items()
+        }
+
+    def _loader(self, name: str, own: str) -> Callable[[], np.ndarray]:
+        def load() -> np.ndarray:
+            values = self._source.read(own).array.astype(np.float32)
+            return self._merged(name, self._base(own, values))
+
+        return load
+
+    def _merged(self, name: str, base: np.ndarray) -> np.ndarray:
+        module, _, kind = name.rpartition(".")
+        having = [(a, w) for a, w in self._adapters if module in a.modules]
+        if not having:
+            return _cast(name, base, self._written)
+        if len(having) == 1 and having[0][1] == 1:  # Exactly the adapter's own whole weights.
+            result = arithmetic.updated(having[0][0], module, kind, base)
+        else:
+            updates = [w * (arithmetic.updated(a, module, kind, base) - base) for a, w in having]
+            result = base + np.sum(np.stack(updates), axis=0, dtype=np.float32)
+        written = _cast(name, result, self._written)
+        if kind == "weight":
+            self.survivals.append(_survival(module, base, result, written, self._written))
+        return written
+
+
+def _cast(name: str, values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = values.astype(dtype)
+    if not np.isfinite(cast.astype(np.float32)).all():
+        what = f"has values that {dtype.name} cannot hold"
+        raise errors.ModelError(name, None, what, "use --dtype=bfloat16 or float32")
+    return cast
+
+
+def _survival(
+    module: str, base: np.ndarray, result: np.ndarray, written: np.ndarray, dtype: np.dtype[Any]
+) -> Survival:
+    """Compares the change that was written with the update that was wanted."""
+    update = (result - base).astype(np.float64)
+    change = written.astype(np.float64) - base.astype(dtype).astype(np.float64)
+    size = np.linalg.norm(update)
+    if size == 0:
+        return Survival(module, 0.0, 1.0, 0.0)
+    kept = float(np.vdot(change, update) / size**2)
+    error = float(np.linalg.norm(change - update) / size)
+    return Survival(module, float(size / max(np.linalg.norm(base), 1e-30)), kept, error)
+
+
+def write(options: Options, opened: builtin.Model, merged: Merged) -> None:
+    """Writes the model, and for a folder the report beside it.
+
+    Raises:
+      ModelError: the output is taken or cannot be written, or a value does not fit the dtype.
+    """
+    if options.output.endswith(".gguf"):
+        gguf_write.write_file(
+            options.output,
+            merged.config(),
+            merged.tensors(),
+            tokenizer_fields=_tokenizer_fields(options.output, opened),
+            element_type=_GGUF_NAMES[merged.dtype],
+        )
+        return
+    companions = (
+        hf_write.folder_files(opened.source.path)
+        if isinstance(opened.source, hf.HFSource)
+        else hf_write.tokenizer_files(opened.tokenizer)
+    )
+    hf_write.write_folder(
+        options.output,
+        merged.config(),
+        merged.tensors(),
+        companions=companions,
+        shard_bytes=options.shard_bytes,
+    )
+    rows = [survival._asdict() for survival in merged.survivals]
+    report = pathlib.Path(options.output) / REPORT
+    report.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _tokenizer_fields(path: str, opened: builtin.Model) -> Mapping[str, Any]:
+    if isinstance(opened.source, gguf.GGUFSource):
+        return gguf_tokenizer.copied(opened.source.container)
+    rows = opened.source.config["vocab_size"]
+    return gguf_tokenizer.made(path, opened.tokenizer, rows)
+
+
+def describe(survivals: Sequence[Survival]) -> str:
+    """The report for people: every module, and what was lost on the whole."""
+    if not survivals:
+        return "no weight was changed"
+    width = max(len(s.module) for s in survivals)
+    lines = [f"{'module':<{width}}  update/weight  kept     error"]
+    lines += [
+        f"{s.module:<{width}}  {s.update:<13.2e}  {s.kept:<7.2%}  {s.error:.2%}" for s in survivals
+    ]
+    lost = [s for s in survivals if s.error > 0.5]
+    if lost:
+        lines.append(
+            f"in {len(lost)} of {len(survivals)} modules more than half of the update is rounding: "
+            "write a wider dtype"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.run_command(main, __doc__)

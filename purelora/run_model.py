@@ -1,0 +1,166 @@
+"""A purelora run, or one of its steps, as a model: what `model.path` may name beside files.
+
+A run that trains all weights is the model that it has made. A run with adapters is its frozen base,
+if its checkpoints hold that (`checkpoint.save_base`); `init_adapter` puts its adapters on top.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import qwix
+
+from purelora import checkpoint, errors, factoring, info, quant
+from purelora import tree as trees
+from purelora.io import builtin, source, tokenizer, wheel
+from purelora.models import causal_lm
+
+# The folder in a run's own that holds the tokenizer's files.
+TOKENIZER = "tokenizer"
+
+
+def open_model(path: str, *, progress: wheel.Progress | None = None) -> builtin.Model:
+    """Opens the model that `path` names: a run, a step, or what `builtin.open_model` takes.
+
+    Raises:
+      ModelError, CheckpointError: there is no such model, it is damaged, or of an unknown kind.
+    """
+    folder = pathlib.Path(os.path.expanduser(path))
+    if not (is_run(folder) or is_step(folder)):
+        return builtin.open_model(path, progress=progress)
+    run = folder.parent.parent if is_step(folder) else folder
+    opened = RunSource.open(folder)
+    if not (run / TOKENIZER).is_dir():
+        what = f"has no folder {TOKENIZER} beside its checkpoints"
+        raise errors.ModelError(str(run), None, what, "give the whole folder of the run")
+    return builtin.Model(opened, tokenizer.from_hf(str(run / TOKENIZER)))
+
+
+def is_run(folder: pathlib.Path) -> bool:
+    """Whether `folder` is that of a run."""
+    return (folder / "checkpoints").is_dir()
+
+
+def is_step(folder: pathlib.Path) -> bool:
+    """Whether `folder` is that of one step of a run."""
+    return folder.name.isdecimal() and (folder / "meta").is_dir()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSource:
+    """The weights in a checkpoint, by Hugging Face name; quantised ones come as floats.
+
+    Attributes:
+      path: where they are.
+      config: the keys of the model's config.json.
+      identity: fingerprint of the base that they are, None if they are no base but a new model.
+      model: their declarations.
+      leaves: the arrays by leaf path; QArrays where they are quantised.
+    """
+
+    path: str
+    config: Mapping[str, Any]
+    identity: str | None
+    model: causal_lm.CausalLM
+    leaves: Mapping[str, Any]
+
+    @staticmethod
+    def open(folder: pathlib.Path) -> "RunSource":
+        """Reads the newest whole step of a run, or the step that `folder` is.
+
+        Raises:
+          CheckpointError: it is damaged, or holds adapters without their base.
+        """
+        checkpoints, step = checkpoint.find(folder)
+        meta = checkpoints.meta(step)
+        config, is_full = meta["model_config"], meta["adaptation"] is None
+        if not is_full:
+            _check_base(checkpoints, step, meta, str(folder))
+        model = causal_lm.from_hf(config, str(folder), dtype="float32")
+        if is_full:
+            prefix = "trainable."
+            read = checkpoints.leaves(step, "state", prefix)
+            leaves = {name.removeprefix(prefix): array for name, array in read.items()}
+            return RunSource(str(folder), config, None, model, leaves)
+        leaves = _joined(checkpoints.leaves(step, "base"), model, meta["config"])
+        return RunSource(str(folder), config, meta["base_fingerprint"], model, leaves)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by name."""
+        return {
+            name: self._layout(path)[1]
+            for path in self.leaves
+            for name in self.model.hf_names[path]
+        }
+
+    def read(self, name: str) -> source.Tensor:
+        """One tensor, in float32."""
+        places = {n: (p, i) for p in self.leaves for i, n in enumerate(self.model.hf_names[p])}
+        source.check_name(self.path, name, places)
+        path, index = places[name]
+        leaf, (is_stacked, _) = self.leaves[path], self._layout(path)
+        layer = jax.tree.map(lambda array: array[index], leaf) if is_stacked else leaf
+        values = np.asarray(quant.dequantise(layer)).astype(np.float32)
+        array = values.T if self.model.flat_infos[path].contracting == -2 else values
+        array = np.ascontiguousarray(array)
+        return source.Tensor(array, source.digest("F32", array.shape, array))
+
+    def in_layout(self, infos: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The leaves as they are, if they all have the declarations `infos` already."""
+        if infos.keys() != self.leaves.keys():
+            return None
+        fits = all(_fits(self.leaves[path], like) for path, like in infos.items())
+        return {path: self.leaves[path] for path in infos} if fits else None
+
+    def _layout(self, path: str) -> tuple[bool, tuple[int, ...]]:
+        """Whether a leaf is a stack, and the shape of one of its tensors on disk."""
+        declared = self.model.flat_infos[path]
+        is_stacked = "layers" in declared.axes
+        shape = declared.shape[1:] if is_stacked else declared.shape
+        return is_stacked, shape[::-1] if declared.contracting == -2 else shape
+
+
+def _check_base(
+    checkpoints: checkpoint.Checkpoints, step: int, meta: Mapping[str, Any], where: str
+) -> None:
+    own = meta["config"]["model.path"]
+    if "base" not in checkpoints.extras(step):
+        what = "holds adapters without their base"
+        remedy = f"set model.path={own} and init_adapter={where}"
+        raise errors.CheckpointError(where, None, what, remedy)
+    if meta["config"]["lora.init_lora_weights"] in factoring.INITS:
+        init = meta["config"]["lora.init_lora_weights"]
+        what = f"holds a base that its initial adapters were taken out of ({init})"
+        raise errors.CheckpointError(where, None, what, f"set model.path={own}")
+
+
+def _joined(
+    arrays: Mapping[str, np.ndarray], model: causal_lm.CausalLM, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Leaves of a base from arrays: `.qvalue` and `.scale` of a weight are one QArray."""
+    qtype, tile_size = settings["quant.qtype"], settings["quant.tile_size"]
+    infos = quant.quantised_infos(
+        model.infos, qtype=qtype, tile_size=tile_size, skip=settings["quant.skip"]
+    )
+    leaves: dict[str, Any] = {}
+    for path, like in trees.flatten(infos).items():
+        if isinstance(like, qwix.QArray) and f"{path}.qvalue" in arrays:
+            parts = [arrays[f"{path}.qvalue"], arrays[f"{path}.scale"]]
+            leaves[path] = jax.tree.unflatten(jax.tree.structure(like), parts)
+        elif path in arrays:
+            leaves[path] = arrays[path]
+    return leaves
+
+
+def _fits(leaf: Any, like: Any) -> bool:
+    if isinstance(leaf, qwix.QArray) != isinstance(like, qwix.QArray):
+        return False
+    found, wanted = jax.tree.leaves(leaf), jax.tree.leaves(like)
+    return all(
+        isinstance(i, info.ParamInfo) and a.shape == i.shape and a.dtype == np.dtype(i.dtype)
+        for a, i in zip(found, wanted, strict=True)
+    )

@@ -1,0 +1,183 @@
+"""What a run's folder tells of itself beside its records: where it came from and what it made.
+
+<workdir>/config.json     the settings, resolved
+         /run.json        versions, command, git state, base, data, what is trained; one entry
+                          for each time that the run was started or continued
+         /tokenizer/      the model's tokenizer, so that the folder can serve as a model
+         /metrics.jsonl   records
+         /checkpoints/    steps
+         /adapter/        the adapter of the last step, as PEFT keeps it, with a model card
+"""
+
+import datetime
+import json
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from purelora import artefact, assembly, errors, run_model
+from purelora.io import hf_write, peft
+
+STORY = "run.json"
+ADAPTER = "adapter"
+CARD = "README.md"
+_PACKAGES = ("purelora", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
+_GIT_SECS = 10
+
+
+def begin(run: assembly.Run, first_step: int) -> None:
+    """Adds an entry to run.json, and keeps the tokenizer beside it.
+
+    Raises:
+      ConfigError: the folder cannot be written.
+    """
+    workdir = pathlib.Path(run.settings.workdir)
+    entry = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "first_step": first_step,
+        "command": sys.argv,
+        "git": git_state(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "devices": [f"{d.platform} {d.device_kind}" for d in run.plan.mesh.devices.flat],
+        "base": {"path": run.settings.model.path, "fingerprint": run.meta["base_fingerprint"]},
+        "data": {"report": run.data.report, "fingerprint": run.data.fingerprint},
+        "trained": run.plan.describe_targets(),
+    }
+    try:
+        entries = [*_entries(workdir / STORY), entry] if first_step else [entry]
+        _replace(workdir / STORY, json.dumps(entries, indent=1) + "\n")
+        _keep_tokenizer(run, workdir / run_model.TOKENIZER)
+    except OSError as error:
+        what = f"cannot be written: {error}"
+        raise errors.ConfigError("workdir", str(workdir), what, "choose another folder") from error
+
+
+def _entries(path: pathlib.Path) -> list[Any]:
+    """What run.json holds; a damaged one is begun anew, since nothing depends on it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _keep_tokenizer(run: assembly.Run, folder: pathlib.Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, content in hf_write.tokenizer_files(run.model.tokenizer).items():
+        (folder / name).write_bytes(content)
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of what decides the numbers."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the working folder and whether it has changes; None outside of git."""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", *arguments], capture_output=True, text=True, timeout=_GIT_SECS, check=True
+            ).stdout.strip()
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed": bool(changes)}
+
+
+def finish(run: assembly.Run, step: int) -> pathlib.Path | None:
+    """Writes the adapter of the run's last step beside its checkpoints; None if it has none.
+
+    What was written is read back and must hold the same bits.
+
+    Raises:
+      ModelError: it cannot be written, or does not read back.
+    """
+    if run.meta["adaptation"] is None:
+        return None
+    folder = pathlib.Path(run.settings.workdir) / ADAPTER
+    adapter = artefact.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    meta = run.checkpoints.meta(step)
+    write_adapter(str(folder), adapter, meta)
+    artefact.check_equal(peft.read(str(folder)), adapter)
+    return folder
+
+
+def finish_once(run: assembly.Run, step: int) -> None:
+    """`finish`, unless it has been done: for a run that was killed after its last save."""
+    if not (pathlib.Path(run.settings.workdir) / ADAPTER).exists():
+        finish(run, step)
+
+
+def write_adapter(folder: str, adapter: peft.Adapter, meta: Mapping[str, Any]) -> None:
+    """Writes a PEFT folder with a model card.
+
+    Args:
+      folder: where; new.
+      adapter: it.
+      meta: the meta of the checkpoint that it comes from.
+    """
+    facts = {"data_fingerprint": meta["data_fingerprint"], "step": meta["step"]}
+    peft.write(folder, adapter, extra_metadata=facts, files={CARD: card(adapter, meta).encode()})
+
+
+def card(adapter: peft.Adapter, meta: Mapping[str, Any]) -> str:
+    """The model card of an adapter."""
+    c, settings = adapter.config, meta["config"]
+    base = c.base_model_name_or_path or "unknown"
+    kept = ("task", "steps", "epochs", "batch_size", "max_length", "dtype", "quant.qtype",
+            "quant.tile_size", "data.train", "optim.name", "optim.learning_rate",
+            "optim.schedule", "lora.target_modules", "lora.lora_dropout", "seed")  # fmt: skip
+    rows = "\n".join(f"| {key} | `{settings[key]}` |" for key in kept)
+    loss = meta["eval_loss"]
+    result = "" if loss is None else f"\nEval loss at that step: {loss:.4f}.\n"
+    scaled = "alpha / sqrt(r)" if c.use_rslora else "alpha / r"
+    return f"""---
+base_model: {base}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora, purelora]
+---
+
+# Adapter for {base}
+
+LoRA{" with DoRA" if c.use_dora else ""}: r = {c.r}, alpha = {c.lora_alpha:g} (scaled by {scaled}),
+trained by purelora {meta["versions"]["purelora"]} up to step {meta["step"]}.
+{result}
+| setting | value |
+|---|---|
+{rows}
+
+Base fingerprint `{adapter.base_fingerprint}`, data fingerprint `{meta["data_fingerprint"]}`.
+
+```python
+from peft import PeftModel
+model = PeftModel.from_pretrained(base_model, "this folder")
+```
+
+`python -m purelora.generate --model={base} --adapter=THIS_FOLDER --prompt="..."` runs it here;
+`python -m purelora.merge --model={base} --adapter=THIS_FOLDER --output=merged` folds it into the
+base.
+"""

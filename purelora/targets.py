@@ -1,0 +1,360 @@
+"""Which parameters are trained beside a frozen base, by PEFT's rules over Hugging Face names.
+
+Modules are named as Hugging Face names them (`model.layers.7.self_attn.q_proj`). `resolve` turns
+the settings of `lora.*` and what a model offers into an `Adaptation`: adapters with their ranks and
+scalings, leaves that are trained in full, and rows of the embedding. Whatever a setting names and
+the model does not have is an error.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from purelora import config, errors, info
+
+ALL_LINEAR = "all-linear"
+EMBEDDING, HEAD = "embed_tokens", "lm_head"  # Tree paths, the same in every family.
+TOKEN_ROWS = f"{EMBEDDING}.trainable_tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptableModule:
+    """A matrix of the model that adapters can go to.
+
+    Attributes:
+      weight: declaration of the (stacked) weight.
+      names: Hugging Face module name of each layer of the stack; one name if it is not stacked.
+      kind: `all-linear` takes the linear ones and leaves out the output head and the embedding.
+    """
+
+    weight: info.ParamInfo
+    names: tuple[str, ...]
+    kind: Literal["linear", "head", "embedding"] = "linear"
+
+    @property
+    def is_stacked(self) -> bool:
+        return len(self.weight.shape) > 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The adapters of one (stacked) module, with an entry of each tuple for each adapted layer.
+
+    Attributes:
+      layers: positions in the stack that are adapted, ascending; empty if it is not stacked.
+      names: Hugging Face names of the adapted modules.
+      ranks: rank of each.
+      scalings: factor of each adapter's output: alpha / r, or alpha / sqrt(r).
+      is_embedding: whether the module looks rows up instead of multiplying.
+      use_dora: whether a magnitude for each output channel is learned too.
+    """
+
+    layers: tuple[int, ...]
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+    is_embedding: bool = False
+    use_dora: bool = False
+
+    @property
+    def r(self) -> int:
+        """The rank that is stored; layers of a smaller one have zeros in the rest."""
+        return max(self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
+    """Everything that is trained beside a frozen base.
+
+    Attributes:
+      targets: the adapters by module path.
+      full: paths of the leaves that are trained whole: `modules_to_save` and biases.
+      token_ids: the rows of the embedding that are trained.
+    """
+
+    targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
+    full: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+def resolve(
+    settings: config.LoraConfig,
+    modules: Mapping[str, AdaptableModule],
+    leaves: Mapping[str, Sequence[str]],
+) -> Adaptation:
+    """What the settings train.
+
+    Args:
+      settings: the section `lora`.
+      modules: what adapters can go to, by tree path (`layers.self_attn.q_proj`).
+      leaves: Hugging Face names of every parameter's layers, by leaf path.
+
+    Raises:
+      ConfigError: no module matches; an entry of a list, a pattern or a layer matches nothing; or
+        two settings train the same weight in two ways.
+    """
+    targets = _targets(settings, modules)
+    problems: list[errors.Problem] = []
+    with errors.collected(problems):
+        full = _full_leaves(settings, modules, leaves, targets)
+    with errors.collected(problems):
+        _check_token_ids(settings, modules)
+    if problems:
+        raise errors.ConfigError.of(problems)
+    found = Adaptation(targets, full, settings.trainable_token_indices)
+    _check_conflicts(found, leaves)
+    return found
+
+
+def matches(pattern: str | Sequence[str], name: str) -> bool:
+    """PEFT's rule: a string is a regex for the full name, a list holds names or dotted suffixes."""
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, name) is not None
+    return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
+
+
+def pattern_value(pattern: Mapping[str, float], name: str, default: float) -> float:
+    """PEFT's lookup in `rank_pattern` and `alpha_pattern`: the first key that matches counts.
+
+    A key is a regex for the end of the name, from its beginning or from a dot on.
+    """
+    return next((v for key, v in pattern.items() if _pattern_matches(key, name)), default)
+
+
+def _pattern_matches(key: str, name: str) -> bool:
+    return re.match(rf"(.*\.)?({key})$", name) is not None
+
+
+def scaling(lora_alpha: float, r: int, *, use_rslora: bool) -> float:
+    """`alpha / r` (Hu et al. 2021), or `alpha / sqrt(r)` (Kalajdzievski 2023)."""
+    return lora_alpha / (math.sqrt(r) if use_rslora else r)
+
+
+def rank_and_scaling(settings: config.LoraConfig, name: str) -> tuple[int, float]:
+    """Rank and scaling of the module called `name`."""
+    r = int(pattern_value(settings.rank_pattern, name, settings.r))
+    alpha = pattern_value(settings.alpha_pattern, name, settings.lora_alpha)
+    return r, scaling(alpha, r, use_rslora=settings.use_rslora)
+
+
+def _targets(
+    settings: config.LoraConfig, modules: Mapping[str, AdaptableModule]
+) -> dict[str, Target]:
+    names = [name for module in modules.values() for name in module.names]
+    _check_patterns(settings, names)
+    targets: dict[str, Target] = {}
+    for path, module in modules.items():
+        chosen = [i for i, name in enumerate(module.names) if _is_target(settings, name, module)]
+        if not chosen:
+            continue
+        picked = tuple(module.names[i] for i in chosen)
+        ranks, scalings = zip(*(rank_and_scaling(settings, name) for name in picked), strict=True)
+        is_embedding = module.kind == "embedding"
+        if is_embedding and settings.use_dora:
+            what = "does not go with adapters on the embedding"
+            raise errors.ConfigError("lora.use_dora", True, what, f"exclude {picked[0]}")
+        layers = tuple(chosen) if module.is_stacked else ()
+        targets[path] = Target(layers, picked, ranks, scalings, is_embedding, settings.use_dora)
+    if not targets:
+        excluded = settings.exclude_modules or settings.modules_to_save
+        raise errors.ConfigError(
+            "lora.target_modules",
+            settings.target_modules,
+            "matches no linear module" + (" that is not excluded" if excluded else ""),
+            _offer(names),
+        )
+    _check_matched(settings, targets)
+    return targets
+
+
+def _is_target(settings: config.LoraConfig, name: str, module: AdaptableModule) -> bool:
+    """Whether the module called `name` gets an adapter."""
+    excluded = settings.exclude_modules
+    if (excluded and matches(excluded, name)) or _is_saved(settings.modules_to_save, name):
+        return False
+    layers, chosen = settings.layers_to_transform, settings.target_modules
+    # As in PEFT, a full name in the list is taken whatever its layer.
+    is_named = not isinstance(chosen, str) and name in chosen
+    if layers is not None and not is_named and _layer_number(name) not in layers:
+        return False
+    if chosen == ALL_LINEAR:
+        return module.kind == "linear"
+    return matches(chosen, name)
+
+
+def _layer_number(name: str) -> int | None:
+    """The number of the layer in a name; PEFT reads the first one that stands between dots."""
+    found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _is_saved(modules_to_save: Iterable[str], name: str) -> bool:
+    """Whether `name` is one of `modules_to_save` or lies in one."""
+    return any(re.fullmatch(rf"(.*\.)?{re.escape(m)}(\..*)?", name) for m in modules_to_save)
+
+
+def _full_leaves(
+    settings: config.LoraConfig,
+    modules: Mapping[str, AdaptableModule],
+    leaves: Mapping[str, Sequence[str]],
+    targets: Mapping[str, Target],
+) -> tuple[str, ...]:
+    """Paths of the leaves that `modules_to_save` and `bias` name."""
+    is_tied = HEAD in modules and f"{HEAD}.weight" not in leaves
+    known = {path: tuple(name.rpartition(".")[0] for name in names)
+             for path, names in leaves.items()}  # fmt: skip
+    if is_tied:  # Both names are of the one table.
+        known[f"{EMBEDDING}.weight"] += modules[HEAD].names
+    problems: list[errors.Problem] = []
+    chosen: dict[str, None] = {}
+    for entry in settings.modules_to_save:
+        found = [path for path, names in known.items() if any(_is_saved([entry], n) for n in names)]
+        if not found:
+            offer = dict.fromkeys(n.rpartition(".")[2] for names in known.values() for n in names)
+            what = "names no module of this model"
+            problems.append(errors.Problem(
+                "lora.modules_to_save", entry, what, f"it has {', '.join(offer)}"))  # fmt: skip
+        for path in found:
+            tied = is_tied and path == f"{EMBEDDING}.weight"
+            if not tied and not all(_is_saved([entry], n) for n in known[path]):
+                what = f"names some of the layers of {path}, and a stack is trained as a whole"
+                remedy = f"name {path.rpartition('.')[0].removeprefix('layers.')}"
+                problems.append(errors.Problem("lora.modules_to_save", entry, what, remedy))
+        chosen.update(dict.fromkeys(found))
+    if problems:
+        raise errors.ConfigError.of(problems)
+    chosen.update(dict.fromkeys(_biases(settings, leaves, targets)))
+    return tuple(path for path in leaves if path in chosen)
+
+
+def _biases(
+    settings: config.LoraConfig,
+    leaves: Mapping[str, Sequence[str]],
+    targets: Mapping[str, Target],
+) -> list[str]:
+    if settings.bias == "none":
+        return []
+    biases = [path for path in leaves if path.endswith(".bias")]
+    if settings.bias == "lora_only":
+        biases = [path for path in biases if path.rpartition(".")[0] in targets]
+    if not biases:
+        where = "adapted module" if settings.bias == "lora_only" else "module of this model"
+        raise errors.ConfigError("lora.bias", settings.bias, f"no {where} has a bias", "use 'none'")
+    for path in biases if settings.bias == "lora_only" else []:
+        adapted = len(targets[path.rpartition(".")[0]].names)
+        if adapted < len(leaves[path]):
+            what = f"{path} has {len(leaves[path])} layers, of which {adapted} are adapted"
+            raise errors.ConfigError("lora.bias", settings.bias, what, "use 'all' or 'none'")
+    return biases
+
+
+def _check_token_ids(settings: config.LoraConfig, modules: Mapping[str, AdaptableModule]) -> None:
+    if not settings.trainable_token_indices:
+        return
+    rows = modules[EMBEDDING].weight.shape[0]
+    problems = [
+        errors.Problem(
+            "lora.trainable_token_indices", i, f"the embedding has {rows} rows", f"0 to {rows - 1}"
+        )
+        for i in settings.trainable_token_indices
+        if i >= rows
+    ]
+    if problems:
+        raise errors.ConfigError.of(problems)
+
+
+def _check_conflicts(found: Adaptation, leaves: Mapping[str, Sequence[str]]) -> None:
+    """Raises ConfigError where one weight would be trained in two ways."""
+    table_is_full = f"{EMBEDDING}.weight" in found.full
+    is_tied = f"{HEAD}.weight" not in leaves
+    if found.token_ids and table_is_full:
+        what = "are rows of a table that modules_to_save trains whole"
+        raise errors.ConfigError(
+            "lora.trainable_token_indices", found.token_ids, what, "leave one of the two out"
+        )
+    doubled = [path for path in (EMBEDDING, HEAD) if path in found.targets]
+    if found.token_ids and EMBEDDING in found.targets:
+        what = "does not go with adapters on the embedding"
+        raise errors.ConfigError(
+            "lora.trainable_token_indices", found.token_ids, what, "leave one of the two out"
+        )
+    if is_tied and table_is_full and doubled:
+        what = f"trains the tied table, which {doubled[0]} has an adapter on too"
+        raise errors.ConfigError("lora.modules_to_save", EMBEDDING, what, "leave one of them out")
+
+
+def _check_patterns(settings: config.LoraConfig, names: Sequence[str]) -> None:
+    """Raises ConfigError for all entries of target and exclude that match nothing."""
+    if settings.exclude_modules == ALL_LINEAR:
+        raise errors.ConfigError(
+            "lora.exclude_modules",
+            settings.exclude_modules,
+            "would leave out everything",
+            _offer(names),
+        )
+    problems = [
+        *_unmatched("lora.target_modules", settings.target_modules, names),
+        *_unmatched("lora.exclude_modules", settings.exclude_modules, names),
+    ]
+    if problems:
+        raise errors.ConfigError.of(problems)
+
+
+def _check_matched(settings: config.LoraConfig, targets: Mapping[str, Target]) -> None:
+    """Raises ConfigError for patterns and layers that no adapted module has."""
+    names = [name for target in targets.values() for name in target.names]
+    problems = [
+        errors.Problem(
+            f"lora.{key}", pattern, "matches no adapted module", f"these are {names[0]} and others"
+        )
+        for key in ("rank_pattern", "alpha_pattern")
+        for pattern in {"rank_pattern": settings.rank_pattern,
+                        "alpha_pattern": settings.alpha_pattern}[key]
+        if not any(_pattern_matches(pattern, name) for name in names)
+    ]  # fmt: skip
+    numbers = {_layer_number(name) for name in names}
+    problems += [
+        errors.Problem("lora.layers_to_transform", n, "no module of that layer is adapted", "")
+        for n in settings.layers_to_transform or ()
+        if n not in numbers
+    ]
+    if problems:
+        raise errors.ConfigError.of(problems)
+
+
+def _unmatched(
+    key: str, pattern: str | Sequence[str], names: Sequence[str]
+) -> list[errors.Problem]:
+    """A problem for each entry of a list (or the regex) that matches no module."""
+    if not pattern or pattern == ALL_LINEAR:
+        return []
+    if isinstance(pattern, str):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return [errors.Problem(key, pattern, f"is not a regular expression: {error}", "")]
+    entries = [pattern] if isinstance(pattern, str) else [[entry] for entry in pattern]
+    return [
+        errors.Problem(
+            key,
+            entry if isinstance(entry, str) else entry[0],
+            "matches no linear module of this model",
+            _remedy(entry, names),
+        )
+        for entry in entries
+        if not any(matches(entry, name) for name in names)
+    ]
+
+
+def _remedy(entry: str | Sequence[str], names: Sequence[str]) -> str:
+    """What else to write; a lone module name where a regex is expected is the usual slip."""
+    if isinstance(entry, str) and any(matches([entry], name) for name in names):
+        return f"a string is a regex for the whole name ({names[0]}); for a name write [{entry!r}]"
+    return _offer(names)
+
+
+def _offer(names: Sequence[str]) -> str:
+    short = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)
+    return f"it has {', '.join(short)} (for example {names[0]}), or use 'all-linear'"

@@ -1,0 +1,170 @@
+"""Adapters in and out: the same bits both ways, and the same logits as PEFT's own."""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from purelora import artefact, lora
+from purelora import tree as trees
+from purelora.io import peft as peft_io
+from purelora.models import causal_lm
+
+FINGERPRINT = "f" * 64
+# Every feature that changes which tensors there are or what they are multiplied with.
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "some layers": {"target_modules": r".*layers\.[02]\..*(q_proj|down_proj)"},
+    "layers_to_transform": {"target_modules": ("q_proj", "up_proj"), "layers_to_transform": (1,)},
+    "rank_pattern": {
+        "rank_pattern": {"k_proj": 2, r"layers\.1\.mlp\.up_proj": 7},
+        "alpha_pattern": {"v_proj": 32.0, "layers.1.self_attn.q_proj": 3.0},
+    },
+    "rslora": {"use_rslora": True, "rank_pattern": {"o_proj": 9}},
+    "dora": {"use_dora": True, "target_modules": ("q_proj", "down_proj", "lm_head")},
+    "dora in some layers": {"use_dora": True, "target_modules": r".*\.1\..*(v|up)_proj"},
+    "head": {"target_modules": ("lm_head", "v_proj")},
+    "embedding": {"target_modules": ("embed_tokens", "v_proj")},
+    "norms": {"target_modules": ("v_proj",), "modules_to_save": ("input_layernorm",)},
+    "tokens": {"target_modules": ("v_proj",), "trainable_token_indices": (5, 2)},
+    "all biases": {"target_modules": ("q_proj", "down_proj"), "bias": "all"},
+    "own biases": {"target_modules": ("q_proj",), "bias": "lora_only"},
+}
+UNTIED = {
+    "saved head": {"target_modules": ("v_proj",), "modules_to_save": ("lm_head",)},
+    "saved table": {"target_modules": ("v_proj",), "modules_to_save": ("embed_tokens",)},
+}
+CASES = [(name, tied) for name in FEATURES for tied in (True, False)]
+CASES += [(name, False) for name in UNTIED] + [("saved table", True)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    with tiny.quick_compiles():
+        yield
+
+
+def plain_model(tied: bool) -> causal_lm.CausalLM:
+    return tiny.model(tie_word_embeddings=tied, attention_bias=True, mlp_bias=True)
+
+
+def trained(m: causal_lm.CausalLM, base: trees.Tree) -> dict[str, np.ndarray]:
+    """Leaves of everything that `m` trains, as after some steps; whole ones near the base's."""
+    infos = trees.flatten(m.adapter_infos())
+    rng = np.random.default_rng(3)
+    flat_base = trees.flatten(base)
+    found = {}
+    for path, info in infos.items():
+        noise = 0.2 * rng.standard_normal(info.shape).astype(np.float32)
+        found[path] = noise + np.asarray(flat_base.get(path, np.float32(0)))
+        if path.endswith("lora_magnitude"):
+            found[path] = np.abs(noise) + 1
+    for path, target in m.adaptation.targets.items():  # The padding of ranks is zero.
+        if len(set(target.ranks)) > 1:
+            mask = lora.rank_mask(target)
+            found[f"{path}.lora_a"] *= mask[:, None, :]
+            found[f"{path}.lora_b"] *= mask[:, :, None]
+    return found
+
+
+def made(name: str, tied: bool):
+    """A model with a feature, its base, and its trained leaves as an adapter."""
+    plain = plain_model(tied)
+    settings = tiny.lora_config(**(FEATURES | UNTIED)[name])
+    m = plain.adapted(settings)
+    base = tiny.weights(plain)
+    leaves = trained(m, base)
+    known = artefact.record(m, settings, "tiny")
+    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
+    return m, base, leaves, adapter
+
+
+def logits(m: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np.ndarray:
+    ids = tiny.inputs(tiny.tokens(3, 9))
+    kept = {p: leaf for p, leaf in trees.flatten(base).items() if p not in m.adaptation.full}
+    run = jax.jit(lambda t, b: m.logits(t, b, ids))
+    return np.asarray(run(trainable, trees.unflatten(kept)))
+
+
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_round_trip_through_a_peft_folder_is_bit_equal(tmp_path: pathlib.Path, name, tied):
+    m, _, leaves, adapter = made(name, tied)
+    peft_io.write(str(tmp_path / "adapter"), adapter)
+    read = artefact.open_adapter(str(tmp_path / "adapter"))
+    back = artefact.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
+    assert back.model.adaptation == m.adaptation
+    found = trees.flatten(back.trainable)
+    assert found.keys() == leaves.keys()
+    for path, array in leaves.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=path)
+        assert found[path].dtype == np.float32
+
+
+@pytest.mark.reference
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_peft_loads_ours_and_gives_the_same_logits(tmp_path: pathlib.Path, name, tied):
+    m, base, leaves, adapter = made(name, tied)
+    peft_io.write(str(tmp_path / "adapter"), adapter)
+    model = peft_model(base, tied)
+    peft = pytest.importorskip("peft")
+    loaded = peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
+    want = logits(m, trees.unflatten(leaves), base)
+    assert np.abs(want - logits(plain_model(tied), {}, base)).max() > 1e-2
+    np.testing.assert_allclose(torch_logits(loaded), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.reference
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name, tied):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    base = tiny.weights(plain_model(tied))
+    options = (FEATURES | UNTIED)[name]
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+    if tied and "modules_to_save" in options:
+        options["ensure_weight_tying"] = True
+    config = peft.LoraConfig(
+        **({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | {"target_modules": "all-linear"}
+           | options)
+    )  # fmt: skip
+    made_by_peft = peft.get_peft_model(peft_model(base, tied), config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made_by_peft.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.2 * noise.to(parameter))
+    made_by_peft.save_pretrained(str(tmp_path / "adapter"))
+    adapter = artefact.open_adapter(str(tmp_path / "adapter"))
+    found = artefact.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
+    got = logits(found.model, found.trainable, base)
+    np.testing.assert_allclose(got, torch_logits(made_by_peft), rtol=0, atol=1e-4)
+
+
+def peft_model(base: trees.Tree, tied: bool):
+    """The transformers model with the weights of `base`."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    options = tiny.hf_config(tie_word_embeddings=tied, attention_bias=True, mlp_bias=True)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+    plain = plain_model(tied)
+    state = {}
+    for path, leaf in trees.flatten(base).items():
+        names = plain.hf_names[path]
+        layers = np.asarray(leaf) if len(names) > 1 else np.asarray(leaf)[None]
+        for name, layer in zip(names, layers, strict=True):
+            transposed = plain.flat_infos[path].contracting == -2
+            state[name] = torch.tensor(layer.T.copy() if transposed else layer.copy())
+    if tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def torch_logits(model) -> np.ndarray:
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model.eval()(torch.tensor(tiny.tokens(3, 9)).long()).logits.numpy()

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora import cli, compilation, errors, sampling, speaker, specs
+from purelora import cli, compilation, errors, sampling, speaker
 from purelora import tree as trees
 from purelora.data import records
 from purelora.io import files, output
@@ -103,7 +103,7 @@ def stream(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     numbers = np.arange(first_row, first_row + len(prompts), dtype=np.int32)
-    static = _Static(model, how, np.dtype(dtype), _placement(base or trainable))
+    static = _Static(model, how, np.dtype(dtype))
     slots = _bucket(tokens.shape[1] + max_new_tokens)
     state, cache = _begin(
         trainable, base, tokens, lengths, numbers, np.uint32(seed), static=static, slots=slots
@@ -143,23 +143,11 @@ def _bucket(length: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What a step is compiled for, besides shapes. `placement` is that of cache and tokens."""
+    """What a step is compiled for, besides shapes."""
 
     model: causal_lm.CausalLM
     how: sampling.Sampling
     dtype: np.dtype
-    placement: jax.sharding.NamedSharding | None
-
-
-def _placement(tree: trees.Tree) -> jax.sharding.NamedSharding | None:
-    """A copy on every device of the tree's mesh; None if it has no mesh.
-
-    Left to the compiler, the cache could come out of a step otherwise than it went in.
-    """
-    sharding = jax.tree.leaves(tree)[0].sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, specs.P())
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("static", "slots"))
@@ -187,7 +175,7 @@ def _begin(
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers_B)
     x_BD = x_BTD[jnp.arange(rows), lengths_B - 1]
     first_B = _pick(x_BD, bound, keys_B, jnp.int32(0), static)
-    return _placed((_Rows(first_B, lengths_B, jnp.int32(1), keys_B), cache), static)
+    return _Rows(first_B, lengths_B, jnp.int32(1), keys_B), cache
 
 
 @functools.partial(jax.jit, static_argnames="static", donate_argnames="cache")
@@ -207,8 +195,7 @@ def _advance(
         dtype=static.dtype,
     )
     next_B = _pick(x_BTD[:, 0], bound, state.keys_B, state.made, static)
-    after = _Rows(next_B, state.positions_B + 1, state.made + 1, state.keys_B)
-    return _placed((after, cache), static)
+    return _Rows(next_B, state.positions_B + 1, state.made + 1, state.keys_B), cache
 
 
 def _pick(
@@ -218,12 +205,6 @@ def _pick(
     head = static.model.family.head(bound)
     logits_BV = layers.adapted(x_BD, x_BD, head, jnp.float32)
     return sampling.pick(logits_BV, keys_B, made, static.how)
-
-
-def _placed(tree: Any, static: _Static) -> Any:
-    if static.placement is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, static.placement)
 
 
 # ---- text --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -143,6 +144,56 @@ def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name
     found = artefact.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
     got = logits(found.model, found.trainable, base)
     np.testing.assert_allclose(got, torch_logits(made_by_peft), rtol=0, atol=1e-4)
+
+
+@pytest.mark.reference
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_gradients_are_those_of_peft(tmp_path: pathlib.Path, name, tied):
+    """Of every trained tensor, after a loss over all logits."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    m, base, leaves, adapter = made(name, tied)
+    peft_io.write(str(tmp_path / "adapter"), adapter)
+    loaded = peft.PeftModel.from_pretrained(
+        peft_model(base, tied), str(tmp_path / "adapter"), is_trainable=True
+    )
+    ids = tiny.tokens(3, 9)
+    target = np.random.default_rng(4).standard_normal((3, 9, tiny.VOCAB)).astype(np.float32)
+    (loaded(torch.tensor(ids).long()).logits * torch.tensor(target)).sum().backward()
+    theirs = {}
+    for key, parameter in loaded.named_parameters():
+        if parameter.requires_grad:
+            theirs[key.removeprefix("base_model.model.")] = parameter.grad.numpy()
+
+    kept = {p: leaf for p, leaf in trees.flatten(base).items() if p not in m.adaptation.full}
+
+    def total(trainable):
+        logits = m.logits(trainable, trees.unflatten(kept), tiny.inputs(ids))
+        return jnp.sum(logits * target)
+
+    grads = trees.flatten(jax.jit(jax.grad(total))(trees.unflatten(leaves)))
+    known = artefact.record(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
+    host = {path: np.array(grad) for path, grad in grads.items()}
+    ours = artefact.unrolled(host, known, path="", base_fingerprint=None).modules
+    scale = max(np.abs(grad).max() for grad in theirs.values())
+    for key, grad in theirs.items():
+        module, kind = _place(key)
+        np.testing.assert_allclose(ours[module][kind], grad, atol=2e-5 * scale, err_msg=key)
+    assert len(theirs) == sum(map(len, ours.values()))
+
+
+def _place(key: str) -> tuple[str, str]:
+    """Module and kind of a parameter of PEFT's model."""
+    for part in (".base_layer", ".modules_to_save.default", ".token_adapter"):
+        key = key.replace(part, "")
+    parts = key.removesuffix(".default").removesuffix(".weight").split(".")
+    kinds = {"trainable_tokens_delta": "trainable_tokens"}
+    if parts[-1] == "default":
+        parts.pop()
+    if parts[-1].startswith(("lora_", "trainable_tokens")):
+        return ".".join(parts[:-1]), kinds.get(parts[-1], parts[-1])
+    kind = "bias" if key.endswith(".bias") else "weight"
+    return ".".join(parts[:-1] if kind == "bias" else parts), kind
 
 
 def peft_model(base: trees.Tree, tied: bool):

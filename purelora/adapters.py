@@ -85,7 +85,11 @@ def _check(options: Options) -> None:
     if options.weight and len(options.weight) != count:
         what = f"is given {len(options.weight)} times for {count} adapters"
         problems.append(errors.Problem("--weight", list(options.weight), what, "one for each"))
-    numbers = {"factor": [options.factor], "t": [options.t], "weight": _weights(options)}
+    numbers: dict[str, list[float | None]] = {
+        "factor": [options.factor],
+        "t": [options.t],
+        "weight": [*_weights(options)],
+    }
     for name, values in numbers.items():
         if any(value is not None and not np.isfinite(value) for value in values):
             problems.append(errors.Problem(f"--{name}", None, "is not a finite number", ""))

@@ -19,7 +19,6 @@ left in the written dtype; what rounds away is not in the model.
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

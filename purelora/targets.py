@@ -115,16 +115,19 @@ def matches(pattern: str | Sequence[str], name: str) -> bool:
     return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
 
 
+# A key of `rank_pattern` and `alpha_pattern`: a regex for the end of a name, from a dot on.
+PATTERN = r"(.*\.)?({})$"
+
+
+def pattern_key(patterns: Iterable[str], name: str) -> str | None:
+    """PEFT's lookup in `rank_pattern` and `alpha_pattern`: the first key that matches counts."""
+    return next((key for key in patterns if re.match(PATTERN.format(key), name)), None)
+
+
 def pattern_value(pattern: Mapping[str, float], name: str, default: float) -> float:
-    """PEFT's lookup in `rank_pattern` and `alpha_pattern`: the first key that matches counts.
-
-    A key is a regex for the end of the name, from its beginning or from a dot on.
-    """
-    return next((v for key, v in pattern.items() if _pattern_matches(key, name)), default)
-
-
-def _pattern_matches(key: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({key})$", name) is not None
+    """The value for the module called `name`."""
+    key = pattern_key(pattern, name)
+    return default if key is None else pattern[key]
 
 
 def scaling(lora_alpha: float, r: int, *, use_rslora: bool) -> float:
@@ -157,6 +160,12 @@ def _targets(
             raise errors.ConfigError("lora.use_dora", True, what, f"exclude {picked[0]}")
         layers = tuple(chosen) if module.is_stacked else ()
         targets[path] = Target(layers, picked, ranks, scalings, is_embedding, settings.use_dora)
+    if not targets and settings.layers_to_transform is not None:
+        layers = settings.layers_to_transform
+        what = "are layers in which no module is adapted"
+        numbers = {n for n in map(layer_number, names) if n is not None}
+        remedy = f"the model has layers 0 to {max(numbers)}"
+        raise errors.ConfigError("lora.layers_to_transform", layers, what, remedy)
     if not targets:
         excluded = settings.exclude_modules or settings.modules_to_save
         raise errors.ConfigError(
@@ -177,14 +186,14 @@ def _is_target(settings: config.LoraConfig, name: str, module: AdaptableModule) 
     layers, chosen = settings.layers_to_transform, settings.target_modules
     # As in PEFT, a full name in the list is taken whatever its layer.
     is_named = not isinstance(chosen, str) and name in chosen
-    if layers is not None and not is_named and _layer_number(name) not in layers:
+    if layers is not None and not is_named and layer_number(name) not in layers:
         return False
     if chosen == ALL_LINEAR:
         return module.kind == "linear"
     return matches(chosen, name)
 
 
-def _layer_number(name: str) -> int | None:
+def layer_number(name: str) -> int | None:
     """The number of the layer in a name; PEFT reads the first one that stands between dots."""
     found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
     return int(found[1]) if found else None
@@ -312,9 +321,9 @@ def _check_matched(settings: config.LoraConfig, targets: Mapping[str, Target]) -
         for key in ("rank_pattern", "alpha_pattern")
         for pattern in {"rank_pattern": settings.rank_pattern,
                         "alpha_pattern": settings.alpha_pattern}[key]
-        if not any(_pattern_matches(pattern, name) for name in names)
+        if not any(pattern_key([pattern], name) for name in names)
     ]  # fmt: skip
-    numbers = {_layer_number(name) for name in names}
+    numbers = {layer_number(name) for name in names}
     problems += [
         errors.Problem("lora.layers_to_transform", n, "no module of that layer is adapted", "")
         for n in settings.layers_to_transform or ()

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 
 import purelora
-from purelora import errors
+from purelora import errors, targets
 from purelora.io import peft, peft_config, safetensors_file
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -678,7 +678,7 @@ def test_rslora_scaling():
     ],
 )
 def test_pattern_keys_are_regexes_for_dotted_ends(pattern, fits):
-    found = peft_config.pattern_key([pattern], "model.layers.1.self_attn.q_proj")
+    found = targets.pattern_key([pattern], "model.layers.1.self_attn.q_proj")
     assert (found == pattern) is fits
 
 

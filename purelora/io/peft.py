@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import purelora
-from purelora import errors
+from purelora import errors, targets
 from purelora.io import files, output, peft_checks, peft_config, safetensors_file, source
 
 Modules = peft_checks.Modules
@@ -27,7 +27,6 @@ WEIGHTS = "adapter_model.safetensors"
 _INDEX = "adapter_model.safetensors.index.json"
 _PICKLE = "adapter_model.bin"
 _METADATA = "purelora"
-_HEAD = "lm_head"
 _AGAIN = "save or download the adapter again"
 
 # Kinds of tensors, with the end of their key as PEFT writes it. Shapes are PEFT's: lora_A [r, in],
@@ -246,7 +245,7 @@ def _tensor_notes(config: peft_config.AdapterConfig, modules: Modules) -> list[s
     notes = []
     for module in filter(lambda m: peft_checks.is_adapted(modules[m]), modules):
         # PEFT sorts the keys whenever it saves, so the order may not be that of the training.
-        fitting = [k for k in config.alpha_pattern if peft_config.pattern_key([k], module)]
+        fitting = [k for k in config.alpha_pattern if targets.pattern_key([k], module)]
         if len({config.alpha_pattern[key] for key in fitting}) > 1:
             notes.append(f"alpha_pattern fits {module} by {fitting}: the first counts, as in PEFT")
             break
@@ -280,12 +279,12 @@ def _last(modules: Collection[str], name: str) -> str | None:
 def _head_name(embedding: str) -> str:
     """The name of the output head that belongs to an embedding."""
     parts = embedding.split(".")
-    return ".".join([*([] if parts[0] == "model" else parts[:-2]), _HEAD])
+    return ".".join([*([] if parts[0] == "model" else parts[:-2]), targets.HEAD])
 
 
 def _without_tied(modules: Modules) -> tuple[Modules, tuple[str, ...]]:
     """The tensors without the head's copies of those of the embedding, and a note on them."""
-    embedding, head = _last(modules, peft_config.EMBEDDING), _last(modules, _HEAD)
+    embedding, head = _last(modules, targets.EMBEDDING), _last(modules, targets.HEAD)
     if embedding is None or head is None:
         return modules, ()
     tied = _tied_kinds(modules[embedding])
@@ -327,7 +326,7 @@ def write(
     _check_written(folder, adapter)
     config = dataclasses.replace(adapter.config, modules_to_save=saved)
     modules = dict(adapter.modules)
-    embedding = _last(modules, peft_config.EMBEDDING)
+    embedding = _last(modules, targets.EMBEDDING)
     if config.ensure_weight_tying and embedding is not None:
         head = _head_name(embedding)
         tied = _tied_kinds(modules[embedding]) | dict(modules.get(head, {}))

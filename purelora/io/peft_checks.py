@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from purelora import errors
+from purelora import errors, targets
 from purelora.io import peft_config
 
 _AGAIN = "save or download the adapter again"
@@ -83,7 +83,7 @@ def _target_problems(
             yield errors.Problem(f"{where}: r", r, what, "correct r or rank_pattern")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
-            if not any(peft_config.pattern_key([pattern], module) for module in adapted):
+            if not any(targets.pattern_key([pattern], module) for module in adapted):
                 remedy = "name adapted modules by their ends: " + ", ".join(list(adapted)[:3])
                 what = "fits no module that has an adapter"
                 yield errors.Problem(f"{where}: {key}", pattern, what, remedy)

@@ -5,17 +5,14 @@ adapter was made is known not to matter; a key of a newer PEFT must be unset.
 """
 
 import dataclasses
-import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from purelora import errors
+from purelora import errors, targets
 
 Bias = Literal["none", "all", "lora_only"]
-ALL_LINEAR = "all-linear"
-EMBEDDING = "embed_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,44 +67,32 @@ class Parsed(NamedTuple):
 
 # ---- the rules by which PEFT applies a config --------------------------------------------------
 
-_DOTTED_END = r"(.*\.)?({})$"
 _NAMED_LAYER = r"(?:^|.*?\.){}\.(\d+)\."
-_ANY_LAYER = r".*?\.[^.]*\.(\d+)\."
-
-
-def pattern_key(patterns: Collection[str], module: str) -> str | None:
-    """The first of `patterns` that fits a module name, PEFT's way: a regex for its dotted end."""
-    for pattern in patterns:
-        if re.match(_DOTTED_END.format(pattern), module):
-            return pattern
-    return None
 
 
 def rank(config: AdapterConfig, module: str) -> int:
     """r of one module."""
-    key = pattern_key(config.rank_pattern, module)
-    return config.r if key is None else config.rank_pattern[key]
+    return int(targets.pattern_value(config.rank_pattern, module, config.r))
 
 
 def alpha(config: AdapterConfig, module: str) -> float:
     """lora_alpha of one module."""
-    key = pattern_key(config.alpha_pattern, module)
-    return config.lora_alpha if key is None else config.alpha_pattern[key]
+    return targets.pattern_value(config.alpha_pattern, module, config.lora_alpha)
 
 
 def scaling(config: AdapterConfig, module: str) -> float:
     """What `B A` of one module is multiplied with."""
     r = rank(config, module)
-    return alpha(config, module) / (math.sqrt(r) if config.use_rslora else r)
+    return targets.scaling(alpha(config, module), r, use_rslora=config.use_rslora)
 
 
 def is_target(config: AdapterConfig, module: str) -> bool:
     """Whether the config gives a module (that can have one) an adapter."""
-    if config.exclude_modules and _fits(config.exclude_modules, module):
+    if config.exclude_modules and targets.matches(config.exclude_modules, module):
         return False
-    if config.target_modules == ALL_LINEAR:
+    if config.target_modules == targets.ALL_LINEAR:
         return True
-    if not _fits(config.target_modules, module):
+    if not targets.matches(config.target_modules, module):
         return False
     # In PEFT a full name in the list is taken whatever its layer.
     if config.layers_to_transform is None or module in config.target_modules:
@@ -122,16 +107,12 @@ def is_saved(config: AdapterConfig, module: str) -> bool:
     return any(level.endswith(entry) for entry in config.modules_to_save for level in levels)
 
 
-def _fits(pattern: str | tuple[str, ...], module: str) -> bool:
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, module) is not None
-    return any(module == entry or module.endswith(f".{entry}") for entry in pattern)
-
-
 def _layer(patterns: tuple[str, ...], module: str) -> int | None:
-    """The number of the layer that a module is in."""
-    tries = [_NAMED_LAYER.format(pattern) for pattern in patterns] or [_ANY_LAYER]
-    found = next((match for match in (re.match(t, module) for t in tries) if match), None)
+    """The number of the layer that a module is in, of the lists of layers that are named."""
+    if not patterns:
+        return targets.layer_number(module)
+    tries = [re.match(_NAMED_LAYER.format(pattern), module) for pattern in patterns]
+    found = next((match for match in tries if match), None)
     return int(found[found.re.groups]) if found else None
 
 
@@ -310,10 +291,10 @@ def _modules(value: object) -> str | tuple[str, ...]:
 
 
 def _targets(value: object) -> str | tuple[str, ...]:
-    targets = _modules(value)
-    if not targets:
+    modules = _modules(value)
+    if not modules:
         raise ValueError("is empty")
-    return targets
+    return modules
 
 
 def _layer_patterns(value: object) -> tuple[str, ...]:
@@ -335,7 +316,7 @@ def _layers(value: object) -> tuple[int, ...] | None:
 
 
 def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
-    by_module = {EMBEDDING: value} if isinstance(value, list) else value
+    by_module = {targets.EMBEDDING: value} if isinstance(value, list) else value
     if not isinstance(by_module, dict) or "" in by_module:
         raise ValueError("is neither a list of token ids nor an object of such lists")
     return {module: _indices(ids) for module, ids in by_module.items() if ids != []}
@@ -350,7 +331,7 @@ def _patterns(parser: Callable[[object], Any]) -> Callable[[object], dict[str, A
         parsed = {}
         for key, item in value.items():
             try:
-                parsed[_regex(key, _DOTTED_END)] = parser(item)
+                parsed[_regex(key, targets.PATTERN)] = parser(item)
             except ValueError as error:
                 raise ValueError(f"{key!r}: {error}") from error
         return parsed

@@ -104,12 +104,19 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     checkpoints = resuming.open_checkpoints(settings)
     saved = resuming.saved_step(settings, checkpoints, say)
 
-    begin = begin_fresh if saved is None else functools.partial(begin_again, checkpoints, saved)
-    beginning = begin(model, plan, say)
-    meta = _meta(model, plan, beginning, data, schedule_steps)
+    tx = optim.transformation(settings.optim, plan.trainable_infos)
+    meta_for = functools.partial(_meta, model, plan, data, schedule_steps)
+    if saved is None:
+        beginning = begin_fresh(model, plan, say)
+    else:
+        if "base" in checkpoints.extras(saved):  # Its base would not fit if the settings do not.
+            same_base = meta_for(checkpoints.meta(saved)["base_fingerprint"])
+            like = _abstract_state(plan, tx)
+            checkpoints.check_fits(saved, like, same_base, config.RESUMABLE)
+        beginning = begin_again(checkpoints, saved, model, plan, say)
+    meta = meta_for(beginning.fingerprint)
     split = through_boundary(plan, beginning.start)
 
-    tx = optim.transformation(settings.optim, plan.trainable_infos)
     layout = layout_of(plan, tx)
     state = fresh_state(plan, layout, tx, split.trainable)
     if saved is not None:
@@ -330,6 +337,12 @@ def _forward(plan: plans.Plan) -> steps.Forward:
     return causal_lm.make_forward(plan.model, plan.execution, plan.gathers, rate)
 
 
+def _abstract_state(plan: plans.Plan, tx: optax.GradientTransformation) -> Any:
+    """Shapes and dtypes of the state, placed nowhere."""
+    create = functools.partial(states.create, tx=tx, key=jax.random.key(0))
+    return jax.eval_shape(create, jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos))
+
+
 def _abstract(tree: Any) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
@@ -339,10 +352,11 @@ def _abstract(tree: Any) -> Any:
 def _meta(
     model: builtin.Model,
     plan: plans.Plan,
-    beginning: Beginning,
     data: data_load.RunData,
     schedule_steps: int,
+    base_fingerprint: str,
 ) -> dict[str, Any]:
+    """What a checkpoint of the run says beside its arrays."""
     # Without a decay nothing depends on where it would end, and the run may be lengthened.
     decays = plan.config.optim.schedule != "constant"
     resolved = {"optim.schedule_steps": schedule_steps if decays else None}
@@ -354,7 +368,7 @@ def _meta(
     adaptation = artefact.record(plan.model, lora, path) if lora.enabled else None
     return {
         "config": settings,
-        "base_fingerprint": beginning.fingerprint,
+        "base_fingerprint": base_fingerprint,
         "data_fingerprint": data.fingerprint,
         "versions": {"purelora": purelora.__version__, "jax": jax.__version__},
         "adaptation": adaptation,

@@ -1,5 +1,6 @@
 """The checkpoint contract, as users meet it: resume, warm start, other bases, other meshes."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import test_start
 import test_train
 
-from purelora import export, merge
+from purelora import errors, export, merge
 
 run, records, saved_state = test_train.run, test_train.records, test_train.saved_state
 TASKS = {"sft": (), "pretrain": ("--config.task=pretrain",)}
@@ -117,3 +118,76 @@ def test_f_other_device_counts_read_the_checkpoints(runs, tmp_path, devices, mon
     narrow = saved_state(folder / "broken", *common)
     assert {d for leaf in jax.tree.leaves(narrow) for d in leaf.devices()} == set(some)
     equal(wide, narrow)
+
+
+def test_every_mismatch_with_a_saved_base_is_in_one_error(runs):
+    folder, task = runs
+    changes = ("--config.quant.tile_size=8", "--config.lora.r=2", "--config.optim.b1=0.5")
+    with pytest.raises(errors.CheckpointError) as caught:
+        run(folder / "whole", "--config.steps=10", SCHEDULE, "--config.checkpoint.save_base=True",
+            *task, *changes)  # fmt: skip
+    where = {problem.where for problem in caught.value.problems}
+    assert {"quant.tile_size", "lora.r", "optim.b1"} <= where
+    assert any(name.endswith("q_proj.lora_a") for name in where)
+
+
+def test_the_same_is_trained_however_a_run_begins(runs, tmp_path):
+    """B25: fresh, resumed, warm from a run and from a PEFT folder train the same number."""
+    folder, task = runs
+    count = {
+        line
+        for name in ("whole", "broken")
+        for entry in json.loads((folder / name / "run.json").read_text())
+        for line in [entry["trained"]]
+    }
+    for source in (folder / "whole", folder / "whole" / "adapter"):
+        warm = tmp_path / source.name
+        run(warm, f"--config.init_adapter={source}", "--config.steps=1", *task)
+        count |= {entry["trained"] for entry in json.loads((warm / "run.json").read_text())}
+    assert len(count) == 1
+    assert len(json.loads((folder / "broken" / "run.json").read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--config.lora.r=8",), r"init_adapter.*does not fit lora"),
+        (("--config.lora.lora_alpha=32",), r"has r=4, scaling 2, this run r=4, scaling 8"),
+        (("--config.lora.target_modules=q_proj",), r"k_proj: has r=4, scaling 2, this run none"),
+        (("--config.model.path={hf}",), "was trained on another base"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(runs, tmp_path, changes, message):
+    folder, task = runs
+    if "model.path" in changes[0]:
+        made = tmp_path / "hf"
+        merge.main([f"--adapter={folder / 'whole'}", f"--output={made}"])
+        changes = (f"--config.model.path={made}",)
+    arguments = (f"--config.init_adapter={folder / 'whole'}", "--config.steps=1", *task, *changes)
+    with pytest.raises(errors.UserError, match=message):
+        run(tmp_path / "new", *arguments)
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_every_feature_at_once_does_not_depend_on_the_mesh(tmp_path, monkeypatch):
+    options = (
+        "--config.quant.qtype=nf4",
+        "--config.quant.tile_size=8",
+        "--config.lora.use_dora=True",
+        "--config.lora.use_rslora=True",
+        "--config.lora.target_modules=q_proj,up_proj,o_proj",
+        "--config.lora.rank_pattern={'layers.1.self_attn.q_proj': 2}",
+        "--config.lora.modules_to_save=norm",
+        "--config.lora.trainable_token_indices=65,66",
+        "--config.lora.lora_dropout=0.1",
+        "--config.optim.loraplus_lr_ratio=4",
+        "--config.steps=4",
+    )
+    wide = ("--config.mesh.data=2", "--config.mesh.shard_adapters=True")
+    assert run(tmp_path / "8", *options, *wide) == 0
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    assert run(tmp_path / "1", *options) == 0
+    losses = [[r["loss"] for r in records(tmp_path / n, "train")] for n in ("1", "8")]
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+    assert len(set(losses[0])) == 4

@@ -73,7 +73,10 @@ def test_layers_to_transform(chosen):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layers_to_transform": (7,)}, r"layers_to_transform = \(7,\): are layers in which no.*layers 0 to 2"),
+        (
+            {"layers_to_transform": (7,)},
+            r"layers_to_transform = \(7,\): are layers in which no.*layers 0 to 2",
+        ),
         ({"layers_to_transform": (1, 7)}, r"layers_to_transform = 7: no module of that layer"),
         ({"alpha_pattern": {"q": 1.0}}, r"alpha_pattern = 'q': matches no adapted module"),
         ({"rank_pattern": {"lm_head": 2}}, r"rank_pattern = 'lm_head': matches no adapted"),

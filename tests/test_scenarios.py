@@ -153,7 +153,7 @@ def test_the_same_is_trained_however_a_run_begins(runs, tmp_path):
     [
         (("--config.lora.r=8",), r"init_adapter.*does not fit lora"),
         (("--config.lora.lora_alpha=32",), r"has r=4, scaling 2, this run r=4, scaling 8"),
-        (("--config.lora.target_modules=q_proj",), r"k_proj: has r=4, scaling 2, this run none"),
+        (("--config.lora.target_modules=q_proj,v_proj",), r"k_proj: has r=4.*this run none"),
         (("--config.model.path={hf}",), "was trained on another base"),
     ],
 )

@@ -215,6 +215,14 @@ def _quantised_info(info: infos_lib.ParamInfo, qtype: str, tile_size: int | None
     return qwix.QArray(codes, scale, None, form.qtype)
 
 
+def weight_info(like: qwix.QArray) -> infos_lib.ParamInfo:
+    """The declaration of the codes (a QArray of infos) with the weight's own shape."""
+    info: infos_lib.ParamInfo = like.qvalue
+    axis, _ = info.matrix_dims
+    length = info.shape[axis] * _BY_QTYPE[like.qtype].codes_per_byte
+    return dataclasses.replace(info, shape=(*info.shape[:axis], length, *info.shape[axis + 1 :]))
+
+
 def quantise(weight: jax.Array, like: qwix.QArray) -> qwix.QArray:
     """Quantises one weight, stacked or not, to the layout of `like` (a QArray of infos).
 

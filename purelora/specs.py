@@ -66,8 +66,8 @@ def spec_tree(infos: trees.Tree, mesh: Mesh, rules: Rules = RULES) -> trees.Tree
     flat: dict[str, Any] = {}
     for path, leaf in trees.flatten(infos).items():
         if isinstance(leaf, qwix.QArray):
-            codes = _spec(path, leaf.qvalue, mesh, rules, problems)
-            scale = _spec(path, leaf.scale, mesh, rules, problems, tiled=leaf.qvalue)
+            codes = _spec(path, leaf.qvalue, mesh, rules, problems, leaf)
+            scale = _spec(path, leaf.scale, mesh, rules, problems, leaf)
             flat[path] = qwix.QArray(codes, scale, None, leaf.qtype)
         else:
             flat[path] = _spec(path, leaf, mesh, rules, problems)
@@ -83,7 +83,7 @@ def _spec(
     mesh: Mesh,
     rules: Rules,
     problems: list[errors.Problem],
-    tiled: info.ParamInfo | None = None,
+    quantised: qwix.QArray | None = None,
 ) -> P:
     """The spec of one array; the first rule for an axis wins and a mesh axis is used once."""
     table = dict(reversed(rules))
@@ -95,7 +95,7 @@ def _spec(
             continue
         entries.append(mesh_axis)
         if leaf.shape[dim] % mesh.shape[mesh_axis]:
-            problems.append(_indivisible(path, leaf, dim, mesh_axis, mesh, tiled))
+            problems.append(_indivisible(path, leaf, dim, mesh_axis, mesh, quantised))
     return P(*entries)
 
 
@@ -105,20 +105,23 @@ def _indivisible(
     dim: int,
     mesh_axis: str,
     mesh: Mesh,
-    tiled: info.ParamInfo | None,
+    quantised: qwix.QArray | None,
 ) -> errors.Problem:
     size, ways = leaf.shape[dim], mesh.shape[mesh_axis]
-    if tiled is None or tiled.shape[dim] % ways:
-        what = f"{path}: {leaf.axes[dim]} = {size} does not divide over {ways} devices"
-        return errors.Problem(f"mesh.{mesh_axis}", ways, what, _divisors_remedy(size))
-    length = tiled.shape[dim]
+    stored = leaf if quantised is None else quantised.qvalue
+    length = leaf.shape[dim] if quantised is None else quant.weight_info(quantised).shape[dim]
+    packed = length > stored.shape[dim] and quantised is not None
+    if stored.shape[dim] % ways:
+        pairs = ", two codes a byte," if packed else ""
+        what = f"{path}: {stored.axes[dim]} = {length}{pairs} does not divide over {ways} devices"
+        return errors.Problem(f"mesh.{mesh_axis}", ways, what, _divisors_remedy(stored.shape[dim]))
     tile = length // size
     what = f"{path}: gives {size} tiles along {leaf.axes[dim]} = {length}, not divisible by "
     return errors.Problem(
         "quant.tile_size",
         tile,
         what + f"mesh.{mesh_axis} = {ways}",
-        tile_remedy(length, tile, ways),
+        tile_remedy(length, tile, ways, packed=packed),
     )
 
 
@@ -137,9 +140,16 @@ def check_tiles(infos: trees.Tree, tile_size: int, skip: Sequence[str]) -> None:
         raise errors.ConfigError.of(problems)
 
 
-def tile_remedy(length: int, tile: int, ways: int) -> str:
-    """Names the tile size nearest to `tile` whose count along `length` divides by `ways`."""
-    good = [t for t in range(1, length // ways + 1) if length % t == 0 and length // t % ways == 0]
+def tile_remedy(length: int, tile: int, ways: int, *, packed: bool = False) -> str:
+    """Names the tile size nearest to `tile` whose count along `length` divides by `ways`.
+
+    With `packed` codes, two a byte, a tile must be even and at least 4.
+    """
+    first, step = (4, 2) if packed else (1, 1)
+    sizes = range(first, length // ways + 1, step)
+    good = [t for t in sizes if length % t == 0 and length // t % ways == 0]
+    if not good:
+        return "use one scale per channel (tile_size=None)"
     best = min(good, key=lambda t: (abs(math.log(t / tile)), t))
     return f"use {best} ({length // best} tiles), or one scale per channel (tile_size=None)"
 

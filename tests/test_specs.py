@@ -79,6 +79,7 @@ def test_dimension_that_does_not_divide(infos, message):
         specs.spec_tree(infos, tiny.mesh(1, 8))
 
 
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
 @pytest.mark.parametrize(
     ("length", "tile", "message"),
     [
@@ -87,12 +88,12 @@ def test_dimension_that_does_not_divide(infos, message):
         (32, 16, "gives 2 tiles along embed = 32, {}; use 4 (8 tiles)"),
     ],
 )
-def test_tile_count_that_does_not_divide(length, tile, message):
+def test_tile_count_that_does_not_divide(length, tile, message, qtype):
     """B28: the tile that is proposed works."""
     infos = {"w": info.ParamInfo((length, 8), "float32", ("embed", "mlp"), contracting=-2)}
 
     def tree(tile_size):
-        laid_out = quant.quantised_infos(infos, qtype="int8", tile_size=tile_size, skip=())
+        laid_out = quant.quantised_infos(infos, qtype=qtype, tile_size=tile_size, skip=())
         return specs.spec_tree(laid_out, tiny.mesh(1, 8))
 
     text = message.format("not divisible by mesh.fsdp = 8")
@@ -224,3 +225,11 @@ def test_gradient_paths():
     assert paths["q"]["lora_a"] == specs.GradientPath(("data",), ((-2, "fsdp"),))
     assert paths["q"]["lora_b"] == specs.GradientPath(("data", "fsdp"), ())
     assert paths["w"]["weight"] == specs.GradientPath(("data",), ())
+
+
+def test_packed_codes_that_do_not_divide_are_said_in_the_weights_own_size():
+    infos = {"w": info.ParamInfo((24, 8), "float32", ("embed", "mlp"), contracting=-2)}
+    laid_out = quant.quantised_infos(infos, qtype="int4", tile_size=None, skip=())
+    with pytest.raises(errors.ConfigError, match="embed = 24, two codes a byte, does not divide"):
+        specs.spec_tree(laid_out, tiny.mesh(1, 8))
+    specs.spec_tree(laid_out, tiny.mesh(2, 4))

@@ -107,8 +107,9 @@ def main(argv: Sequence[str]) -> int:
         placed.append((attached.placed, weight))
     check_fingerprints(opened.source, model, adapters)
     base = _dequantised(options, model) if options.onto == "dequantised" else _as_is
-    merged = Merged(opened.source, model, placed, base, _output_dtype(options, opened.source))
-    write(options, opened, merged)
+    form = output_form(options, opened.source.config)
+    merged = Merged(opened.source, model, placed, base, form)
+    write(options, opened, merged, form)
     print(describe(merged.survivals), flush=True)
     return 0
 
@@ -155,13 +156,43 @@ def check_fingerprints(
             artefact.check_base(adapter, fingerprint)
 
 
-def _output_dtype(options: Options, base: source.Source) -> str:
-    """The dtype that is written: the one asked for, or that of the base."""
+class Form(NamedTuple):
+    """How values are written.
+
+    Attributes:
+      dtype: what the tensors are handed over in; the GGUF writer rounds for itself.
+      element_type: GGUF's name of the type of its matrices; None for a safetensors folder.
+    """
+
+    dtype: np.dtype[Any]
+    element_type: str | None
+
+    def cast(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The values as they are handed over. Raises ModelError if the dtype cannot hold them."""
+        with np.errstate(over="ignore"):
+            cast = values.astype(self.dtype)
+        if not np.isfinite(cast.astype(np.float32)).all():
+            what = f"has values that {self.dtype.name} cannot hold"
+            raise errors.ModelError(name, None, what, "use --dtype=bfloat16 or float32")
+        return cast
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        """The values that the written file gives back, float64."""
+        if self.element_type is not None:
+            return gguf_write.rounded(values, self.element_type).astype(np.float64)
+        return values.astype(self.dtype).astype(np.float64)
+
+
+def output_form(options: Options, hf_config: Mapping[str, Any]) -> Form:
+    """The form that was asked for; by default the dtype of the base."""
     is_gguf = options.output.endswith(".gguf")
     if options.dtype == "q8_0" and not is_gguf:
         raise errors.ConfigError("--dtype", "q8_0", "is a type of GGUF only", "write a .gguf file")
-    stated = base.config.get("dtype", base.config.get("torch_dtype"))
-    return options.dtype or (stated if stated in _FLOATS else "float32")
+    stated = hf_config.get("dtype", hf_config.get("torch_dtype"))
+    dtype = options.dtype or (stated if stated in _FLOATS else "float32")
+    if is_gguf:
+        return Form(_FLOATS["float32"], _GGUF_NAMES[dtype])
+    return Form(_FLOATS[dtype], None)
 
 
 def _as_is(name: str, values: np.ndarray) -> np.ndarray:
@@ -225,15 +256,14 @@ class Merged:
         model: causal_lm.CausalLM,
         adapters: Sequence[Weighted],
         base: Base,
-        dtype: str,
+        form: Form,
     ):
-        """Takes adapters under the base's own names, and the dtype that is written."""
+        """Takes adapters under the base's own names."""
         self._source = base_source
         self._model = model
         self._adapters = adapters
         self._base = base
-        self._written = _FLOATS.get(dtype, np.dtype(np.float32))
-        self.dtype = dtype
+        self._form = form
         self.survivals: list[Survival] = []
 
     @property
@@ -260,7 +290,7 @@ class Merged:
             sources[f"{self._model.modules[targets.HEAD].names[0]}.weight"] = table
         shapes = self._source.shapes()
         return {
-            name: files.Spec(self._written, tuple(shapes[own]), self._loader(name, own))
+            name: files.Spec(self._form.dtype, tuple(shapes[own]), self._loader(name, own))
             for name, own in sources.items()
         }
 
@@ -275,33 +305,22 @@ class Merged:
         module, _, kind = name.rpartition(".")
         having = [(a, w) for a, w in self._adapters if module in a.modules]
         if not having:
-            return _cast(name, base, self._written)
+            return self._form.cast(name, base)
         if len(having) == 1 and having[0][1] == 1:  # Exactly the adapter's own whole weights.
             result = arithmetic.updated(having[0][0], module, kind, base)
         else:
             updates = [w * (arithmetic.updated(a, module, kind, base) - base) for a, w in having]
             result = base + np.sum(np.stack(updates), axis=0, dtype=np.float32)
-        written = _cast(name, result, self._written)
+        written = self._form.cast(name, result)
         if kind == "weight":
-            self.survivals.append(_survival(module, base, result, written, self._written))
+            self.survivals.append(_survival(module, base, result, self._form))
         return written
 
 
-def _cast(name: str, values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = values.astype(dtype)
-    if not np.isfinite(cast.astype(np.float32)).all():
-        what = f"has values that {dtype.name} cannot hold"
-        raise errors.ModelError(name, None, what, "use --dtype=bfloat16 or float32")
-    return cast
-
-
-def _survival(
-    module: str, base: np.ndarray, result: np.ndarray, written: np.ndarray, dtype: np.dtype[Any]
-) -> Survival:
-    """Compares the change that was written with the update that was wanted."""
+def _survival(module: str, base: np.ndarray, result: np.ndarray, form: Form) -> Survival:
+    """Compares the change that is written with the update that was wanted."""
     update = (result - base).astype(np.float64)
-    change = written.astype(np.float64) - base.astype(dtype).astype(np.float64)
+    change = form.rounded(result) - form.rounded(base)
     size = np.linalg.norm(update)
     if size == 0:
         return Survival(module, 0.0, 1.0, 0.0)
@@ -310,19 +329,19 @@ def _survival(
     return Survival(module, float(size / max(np.linalg.norm(base), 1e-30)), kept, error)
 
 
-def write(options: Options, opened: builtin.Model, merged: Merged) -> None:
+def write(options: Options, opened: builtin.Model, merged: Merged, form: Form) -> None:
     """Writes the model, and for a folder the report beside it.
 
     Raises:
       ModelError: the output is taken or cannot be written, or a value does not fit the dtype.
     """
-    if options.output.endswith(".gguf"):
+    if form.element_type is not None:
         gguf_write.write_file(
             options.output,
             merged.config(),
             merged.tensors(),
             tokenizer_fields=_tokenizer_fields(options.output, opened),
-            element_type=_GGUF_NAMES[merged.dtype],
+            element_type=form.element_type,
         )
         return
     companions = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import model_files
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -220,3 +221,30 @@ def test_merging_refuses_another_base(bases, tmp_path):
     with pytest.raises(errors.ModelError, match="was trained on another base"):
         merge.main(arguments)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
+def test_gguf_output_and_its_report(tmp_path, dtype):
+    """Vectors stay float32; the report speaks of the element type of the file."""
+    model_files.write_tiny_gguf(tmp_path / "base.gguf")
+    model, tree = loaded(str(tmp_path / "base.gguf"))
+    settings = tiny.lora_config(target_modules=("q_proj",), modules_to_save=("norm",))
+    m = model.adapted(settings)
+    leaves = test_artefact.trained(m, tree)
+    known = artefact.record(m, settings, str(tmp_path / "base.gguf"))
+    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
+    peft.write(str(tmp_path / "adapter"), adapter)
+    out = tmp_path / "merged.gguf"
+    options = [f"--adapter={tmp_path / 'adapter'}", f"--output={out}", f"--dtype={dtype}"]
+    form = merge.output_form(merge.Options(output=str(out), dtype=dtype), {})
+    assert merge.main(options) == 0
+    merged = trees.flatten(loaded(str(out))[1])
+    want = trees.flatten(tree)
+    a, b = (leaves[f"layers.self_attn.q_proj.{n}"] for n in ("lora_a", "lora_b"))
+    exact = np.asarray(want["layers.self_attn.q_proj.weight"]) + 2 * (a @ b)
+    found = np.asarray(merged["layers.self_attn.q_proj.weight"])
+    bound = {"float32": 1e-6, "bfloat16": 2**-8, "q8_0": 2**-7}[dtype] * np.abs(exact).max()
+    np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
+    np.testing.assert_array_equal(merged["norm.weight"], leaves["norm.weight"])
+    rounded = form.rounded(exact[0].T.astype(np.float32))
+    assert (dtype == "float32") == np.array_equal(rounded, exact[0].T.astype(np.float32))

@@ -146,6 +146,17 @@ def permute_rows(array: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(array.shape)
 
 
+def rounded(array: np.ndarray, element_type: str) -> np.ndarray:
+    """The values that a file of this element type gives back for a float32 array."""
+    if array.ndim != 2 or element_type == "f32":
+        return array
+    if element_type == "q8_0":
+        stored = gguf_library.quants.quantize(array, _Q8_0)
+        values: np.ndarray = gguf_library.quants.dequantize(stored, _Q8_0)
+        return values
+    return array.astype(_FLOATS[element_type.upper()]).astype(np.float32)
+
+
 def _stored(path: str, item: _Item) -> np.ndarray:
     """The values of a tensor as they lie in the file."""
     array = item.spec.load()

@@ -26,7 +26,8 @@ def table(value: dict[str, float]) -> config_dict.FieldReference:
 def get_config() -> config_dict.ConfigDict:
     """All defaults."""
     c = config_dict.ConfigDict()
-    # Folder of everything that the run writes: metrics.jsonl, config.json, checkpoints.
+    # Folder of everything that the run writes: metrics.jsonl, config.json, run.json, checkpoints,
+    # tokenizer and, in the end, adapter.
     c.workdir = "runs/default"
     # "sft": train on what the assistant (or completion) says; "pretrain": on every token.
     c.task = "sft"
@@ -65,7 +66,8 @@ def get_config() -> config_dict.ConfigDict:
     c.init_adapter = optional(None, str)
 
     c.model = config_dict.ConfigDict()
-    # A built-in model ("smollm2-135m", "tiny"), a Hugging Face folder, or a .gguf file.
+    # A built-in model ("smollm2-135m", "tiny"), a Hugging Face folder, a .gguf file, or the folder
+    # of a purelora run or of one of its steps: of one that trained all weights, or saved its base.
     c.model.path = ""
     # Dtype that unquantised base weights are kept in: "float32" or "bfloat16".
     c.model.weights_dtype = "float32"
@@ -151,8 +153,8 @@ def get_config() -> config_dict.ConfigDict:
     c.optim.eps = 1e-8
     # Momentum of SGD.
     c.optim.momentum = 0.0
-    # LoRA+: the learning rate of lora_b (and of magnitudes and biases) is so many times that of
-    # the rest.
+    # LoRA+: the learning rate of lora_b (and of magnitudes, biases and norms) is so many times that
+    # of the rest; adapters of the embedding keep the plain one.
     c.optim.loraplus_lr_ratio = 1.0
     # Decoupled weight decay, on adapters and matrices only.
     c.optim.weight_decay = 0.0
@@ -168,14 +170,17 @@ def get_config() -> config_dict.ConfigDict:
     c.mesh.shard_adapters = False
 
     c.checkpoint = config_dict.ConfigDict()
-    # Save every so many steps, and at the end; None: only at the end.
+    # Save every so many steps, beside the end of the run and what the next keys add; None: only
+    # then.
     c.checkpoint.save_steps = optional(None, int)
     # Save also at the first step that ends so many seconds after the last save; None: not by time.
     c.checkpoint.save_secs = optional(None, float)
-    # Save the first step too and wait for it, so that a disk that cannot be written to ends the run
-    # at once and not after hours.
+    # Save the first step after each start too and wait for it, so that a disk that cannot be
+    # written to ends the run at once and not after hours.
     c.checkpoint.save_first = True
-    # Save the frozen base too: a checkpoint is then a whole model.
+    # Save the frozen base too: a checkpoint is then a whole model, which model.path may name. Not
+    # with lora.modules_to_save, lora.bias or adapters that begin out of the weights ("pissa",
+    # "olora", "loftq"): the original of what these change is not in it.
     c.checkpoint.save_base = False
     # Train on while a checkpoint is being written; the step waits only for the copy to the host.
     c.checkpoint.async_save = True
@@ -189,7 +194,8 @@ def get_config() -> config_dict.ConfigDict:
     # "auto": continue the run in workdir if there is one; "must": fail if there is none;
     # "never": fail if there is one. A run is continued with the settings it began with. Only these
     # may change: workdir, steps, epochs, eval_steps, log_steps, nan_policy, sample_*,
-    # compile_cache, checkpoint.*; model.path and data.train, as fingerprints tell whether they are
-    # the same; and scan_layers, remat, loss_chunk_tokens and mesh.*, which change rounding only.
+    # compile_cache, checkpoint.*; init_adapter, which is used up; model.path and data.train, as
+    # fingerprints tell whether they are the same; and scan_layers, remat, loss_chunk_tokens and
+    # mesh.*, which change rounding only.
     c.checkpoint.resume = "auto"
     return c

@@ -12,14 +12,15 @@
 --adapter=PATH  a run, one of its steps, or a PEFT folder; may be given several times
 --output=PATH   a new folder
 
-Sums are exact: the ranks add up. --r with any of them truncates the result.
+Sums are exact: the ranks add up. --r with any of them truncates the result. Copies of the base's
+own weights, which PEFT stores beside the adapter of an embedding or output head, are kept; adapters
+whose copies differ are not of one base and are refused.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
-
-import numpy as np
 
 from purelora import arithmetic, artefact, cli, errors
 from purelora.io import output, peft
@@ -57,13 +58,31 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     output.check_free(options.output)
     adapters = [artefact.open_adapter(path) for path in options.adapter]
+    for adapter in adapters:
+        _say(adapter.path, adapter.notes)
     result = _OPERATIONS[options.op](options, adapters)
+    _say(options.output, result.notes)
     if options.r is not None:
-        result = arithmetic.truncated(result, options.r)
+        result = _truncated(result, options.r)
     peft.write(options.output, result)
     modules = len(result.modules)
     print(f"{options.output}: {options.op} of {len(adapters)}, {modules} modules")
     return 0
+
+
+def _say(where: str, notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"{where}: {note}", flush=True)
+
+
+def _truncated(adapter: peft.Adapter, r: int) -> peft.Adapter:
+    """The nearest adapter of rank `r`, with the same copies of the base's own weights."""
+    result = arithmetic.truncated(adapter, r)
+    modules = {
+        name: {**kinds, **arithmetic.copies_in(adapter.modules[name])}
+        for name, kinds in result.modules.items()
+    }
+    return dataclasses.replace(result, modules=modules)
 
 
 def _check(options: Options) -> None:
@@ -85,22 +104,13 @@ def _check(options: Options) -> None:
     if options.weight and len(options.weight) != count:
         what = f"is given {len(options.weight)} times for {count} adapters"
         problems.append(errors.Problem("--weight", list(options.weight), what, "one for each"))
-    numbers: dict[str, list[float | None]] = {
-        "factor": [options.factor],
-        "t": [options.t],
-        "weight": [*_weights(options)],
-    }
-    for name, values in numbers.items():
-        if any(value is not None and not np.isfinite(value) for value in values):
-            problems.append(errors.Problem(f"--{name}", None, "is not a finite number", ""))
+    for name, value in (("factor", options.factor), ("t", options.t)):
+        if value is not None and not math.isfinite(value):
+            problems.append(errors.Problem(f"--{name}", value, "is not a finite number", ""))
+    with errors.collected(problems):
+        cli.numbers("--weight", options.weight)
     if problems:
         raise errors.ConfigError.of(problems)
-
-
-def _weights(options: Options) -> list[float]:
-    """The weights as numbers; NaN for a text that is none."""
-    values = [cli.from_text(text, float) for text in options.weight]
-    return [value if isinstance(value, float) else float("nan") for value in values]
 
 
 _Operation = Callable[[Options, Sequence[peft.Adapter]], peft.Adapter]
@@ -127,12 +137,12 @@ def _interpolate(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Ada
 
 
 def _concatenate(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
-    return arithmetic.summed(adapters, _weights(options))
+    return arithmetic.summed(adapters, cli.numbers("--weight", options.weight))
 
 
 def _keep(options: Options, adapters: Sequence[peft.Adapter]) -> peft.Adapter:
     del options
-    return adapters[0]
+    return dataclasses.replace(adapters[0], notes=())
 
 
 _OPERATIONS: dict[str, _Operation] = {

@@ -36,6 +36,10 @@ def updated(adapter: peft.Adapter, module: str, kind: str, base: np.ndarray) -> 
     if kind == "bias":
         return base
     result = base
+    if "trainable_tokens" in kinds:
+        ids = list(next(iter(adapter.config.trainable_token_indices.values())))
+        result = result.copy()
+        result[ids] = kinds["trainable_tokens"].astype(np.float32)
     for a, b in _LINEAR:
         if a in kinds:
             product = kinds[b].astype(np.float32) @ kinds[a].astype(np.float32)
@@ -46,10 +50,6 @@ def updated(adapter: peft.Adapter, module: str, kind: str, base: np.ndarray) -> 
         norms = np.linalg.norm(result, axis=1)
         magnitude = kinds["lora_magnitude_vector"].astype(np.float32)
         result = result * (magnitude / norms)[:, None]
-    if "trainable_tokens" in kinds:
-        ids = list(next(iter(adapter.config.trainable_token_indices.values())))
-        result = result.copy()
-        result[ids] = kinds["trainable_tokens"].astype(np.float32)
     return result
 
 
@@ -65,29 +65,40 @@ def scaled(adapter: peft.Adapter, factor: float) -> peft.Adapter:
                for k, array in kinds.items()}
         for name, kinds in adapter.modules.items()
     }  # fmt: skip
-    return dataclasses.replace(adapter, modules=modules)
+    return dataclasses.replace(adapter, modules=modules, notes=())
 
 
 def summed(adapters: Sequence[peft.Adapter], weights: Sequence[float]) -> peft.Adapter:
     """The weighted sum of the updates of several adapters of one base; their ranks add up.
 
     With weights 1, 1 that is their sum, with 1/n their average, with 1 - t, t an interpolation.
-    A module that only some have counts as zero in the others.
+    A module that only some have counts as zero in the others. A copy of the base's own weight
+    that one of them holds is kept. The sum states a base if all of them do; it notes if only some
+    do.
 
     Raises:
-      ModelError: one holds magnitudes or whole weights, or they belong to different bases.
+      ModelError: one holds magnitudes or whole weights, or they belong to different bases, by what
+        they state, by their shapes or by copies that differ.
     """
     _check_linear(adapters)
-    prints = {a.base_fingerprint for a in adapters} - {None}
-    if len(prints) > 1:
+    prints = {a.base_fingerprint for a in adapters}
+    if len(prints - {None}) > 1:
         paths = ", ".join(a.path for a in adapters)
         raise errors.ModelError(paths, None, "belong to different bases", "give those of one base")
-    modules: dict[str, dict[str, np.ndarray]] = {}
-    for name in dict.fromkeys(name for adapter in adapters for name in adapter.modules):
-        having = [(a, w) for a, w in zip(adapters, weights, strict=True) if name in a.modules]
-        modules[name] = _side_by_side(name, having)
-    fingerprint = next(iter(prints), None)
-    return _of_factors(adapters[0], modules, fingerprint)
+    having = {
+        name: [(a, w) for a, w in zip(adapters, weights, strict=True) if name in a.modules]
+        for name in dict.fromkeys(name for adapter in adapters for name in adapter.modules)
+    }
+    problems = [problem for name in having for problem in _mismatches(name, having[name])]
+    if problems:
+        raise errors.ModelError.of(errors.first(problems, adapters[0].path))
+    modules = {name: _side_by_side(name, pairs) for name, pairs in having.items()}
+    result = _of_factors(adapters[0], modules, None if None in prints else prints.pop())
+    if len(prints) < 2:
+        return result
+    unknown = ", ".join(a.path for a in adapters if a.base_fingerprint is None)
+    note = f"states no base, because {unknown} states none: that they are of one is not checked"
+    return dataclasses.replace(result, notes=(note,))
 
 
 def _side_by_side(name: str, having: Sequence[tuple[peft.Adapter, float]]) -> dict[str, np.ndarray]:
@@ -98,7 +109,46 @@ def _side_by_side(name: str, having: Sequence[tuple[peft.Adapter, float]]) -> di
         factor = np.float32(weight * peft_config.scaling(adapter.config, name))
         lefts.append(kinds[a].astype(np.float32))
         rights.append(factor * kinds[b].astype(np.float32))
-    return {a: np.concatenate(lefts, axis=0), b: np.concatenate(rights, axis=1)}
+    factors = {a: np.concatenate(lefts, axis=0), b: np.concatenate(rights, axis=1)}
+    copies = [copies_in(adapter.modules[name]) for adapter, _ in having]
+    return factors | next(filter(None, copies), {})
+
+
+def copies_in(kinds: Tensors) -> dict[str, np.ndarray]:
+    """The copy of the base's own weight among a module's tensors, if there is one."""
+    return {kind: array for kind, array in kinds.items() if kind == "base_weight"}
+
+
+def _mismatches(name: str, having: Sequence[tuple[peft.Adapter, float]]) -> list[errors.Problem]:
+    """How the adapters of one module do not belong to the same weight."""
+    remedy, first = "give adapters of one base", having[0][0]
+    problems = []
+    for other, _ in having[1:]:
+        where = f"{other.path}: {name}"
+        one, two = (_weight_shape(adapter.modules[name]) for adapter in (first, other))
+        if one != two:
+            what = f"adapts {_shown(two)}, but in {first.path} it is {_shown(one)}"
+            problems.append(errors.Problem(where, None, what, remedy))
+    copies = [(a.path, c) for a, _ in having for c in copies_in(a.modules[name]).values()]
+    for path, copy in copies[1:]:
+        if not problems and not np.array_equal(copy, copies[0][1]):
+            what = f"holds a copy of the base's weight that is not that of {copies[0][0]}"
+            problems.append(errors.Problem(f"{path}: {name}", None, what, remedy))
+    return problems
+
+
+def _weight_shape(kinds: Tensors) -> tuple[str, int, int]:
+    """What the factors of a module adapt: kind of module, rows and columns of its weight."""
+    a, b = next(pair for pair in _LINEAR if pair[0] in kinds)
+    out_size, in_size = kinds[b].shape[0], kinds[a].shape[1]
+    if a == "lora_A":
+        return "a linear layer", out_size, in_size
+    return "an embedding", in_size, out_size
+
+
+def _shown(shape: tuple[str, int, int]) -> str:
+    kind, rows, columns = shape
+    return f"{kind} of [{rows}, {columns}]"
 
 
 def truncated(adapter: peft.Adapter, r: int) -> peft.Adapter:

@@ -25,6 +25,7 @@ from purelora.io import peft, peft_config
 from purelora.models import causal_lm
 
 _STATE_PREFIX = "trainable."
+_FLOAT32 = np.finfo(np.float32)
 
 
 # ---- what a checkpoint must know to give its adapter away --------------------------------------
@@ -39,8 +40,9 @@ def record(model: causal_lm.CausalLM, settings: config.LoraConfig, path: str) ->
     full = {}
     for leaf in adaptation.full:
         names = [name.rpartition(".")[0] for name in model.hf_names[leaf]]
-        transposed = model.flat_infos[leaf].contracting == -2
-        full[leaf] = {"modules": names, "stacked": len(names) > 1, "transposed": transposed}
+        info = model.flat_infos[leaf]
+        layout = {"stacked": info.is_stacked, "transposed": info.is_transposed}
+        full[leaf] = {"modules": names, **layout}
     if f"{targets.EMBEDDING}.weight" in full and model.is_tied:
         full[f"{targets.EMBEDDING}.weight"]["tied"] = list(model.modules[targets.HEAD].names)
     return {
@@ -207,7 +209,7 @@ def open_adapter(path: str) -> peft.Adapter:
         supported.
     """
     folder = pathlib.Path(os.path.expanduser(path))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise errors.ModelError(path, None, "is not a folder", "give a run or a PEFT folder")
     if any((folder / name).exists() for name in (peft.CONFIG, peft.WEIGHTS)):
         return peft.read(str(folder))
@@ -230,13 +232,17 @@ def of_checkpoint(checkpoints: checkpoint.Checkpoints, step: int, *, where: str)
         for name, array in checkpoints.leaves(step, "state", prefix=_STATE_PREFIX).items()
     }
     has_initial = meta["config"]["lora.init_lora_weights"] in factoring.INITS
-    return unrolled(
+    qtype, tile_size = (meta["config"][f"quant.{key}"] for key in ("qtype", "tile_size"))
+    tiles = "" if tile_size is None else f" in tiles of {tile_size}"
+    adapter = unrolled(
         leaves,
         meta["adaptation"],
         path=where,
         base_fingerprint=meta["base_fingerprint"],
         initial=checkpoints.leaves(step, "initial") if has_initial else None,
     )
+    notes = (f"it was trained on a base of quant.qtype={qtype!r}{tiles}",)
+    return dataclasses.replace(adapter, notes=notes)
 
 
 def check_equal(found: peft.Adapter, wanted: peft.Adapter) -> None:
@@ -332,9 +338,13 @@ def attach(
     for name, kinds in rest.items():
         for kind in kinds:
             found.problem(name, f"has a {kind}, which this model cannot take", "")
+    adaptation = targets.Adaptation(adapted, full, token_ids)
+    for clash in targets.conflicts(adaptation, is_tied=model.is_tied):
+        where = f"{placed.path}: {clash.where.removeprefix('lora.')}"
+        remedy = "merge the adapter into its base in PEFT"
+        problems.append(dataclasses.replace(clash, where=where, remedy=remedy))
     if problems:
         raise errors.ModelError.of(errors.first(problems, placed.path))
-    adaptation = targets.Adaptation(adapted, full, token_ids)
     tree = trees.unflatten(found.leaves)
     placed = _with_both_names(placed, model)
     return Attached(model.with_adaptation(adaptation), tree, placed, copies, placed.notes)
@@ -396,6 +406,11 @@ def _tied_problems(adapter: peft.Adapter, model: causal_lm.CausalLM) -> list[err
     if not model.is_tied:
         return []
     names = [model.modules[path].names[0] for path in (targets.EMBEDDING, targets.HEAD)]
+    adapted = "lora_embedding_A" in adapter.modules.get(names[0], {})
+    if adapted and adapter.config.ensure_weight_tying:
+        what = f"has an adapter that {names[1]} shares (ensure_weight_tying): not supported"
+        remedy = "merge the adapter into its base in PEFT"
+        return [errors.Problem(f"{adapter.path}: {names[0]}", None, what, remedy)]
     copies = [adapter.modules.get(name, {}).get("weight") for name in names]
     table, head = copies
     if (table is None and head is None) or adapter.config.ensure_weight_tying:
@@ -436,6 +451,10 @@ def _take_adapters(
             use_dora=settings.use_dora,
         )
         adapted[path] = target
+        for name, scaling in zip(names, target.scalings, strict=True):
+            if not float(_FLOAT32.tiny) <= scaling <= float(_FLOAT32.max):
+                what = f"is scaled by {scaling:g}, which float32 cannot hold"
+                found.problem(name, what, "correct lora_alpha and r")
         infos = trees.flatten(lora.adapter_infos(model.modules, {path: target}))
         for leaf, kind in ((f"{path}.lora_a", kinds[0]), (f"{path}.lora_b", kinds[1])):
             arrays = [rest[name].pop(kind) for name in names]
@@ -443,7 +462,8 @@ def _take_adapters(
         if target.use_dora:
             leaf = f"{path}.lora_magnitude"
             arrays = [rest[name].pop("lora_magnitude_vector") for name in names]
-            if all([found.fits(n, a, infos[leaf].shape[-1:]) for n, a in
+            # On an embedding it has a meaning of its own, which `conflicts` refuses.
+            if not is_embedding and all([found.fits(n, a, infos[leaf].shape[-1:]) for n, a in
                     zip(names, arrays, strict=True)]):  # fmt: skip
                 found.leaves[leaf] = np.stack(arrays) if module.is_stacked else arrays[0]
     return adapted
@@ -482,6 +502,9 @@ def _take_token_rows(
     if rows is None:
         return ()
     ids = next(iter(settings.trainable_token_indices.values()))
+    size = model.modules[targets.EMBEDDING].weight.shape[0]
+    for token in (token for token in ids if token >= size):
+        found.problem(name, f"has the row of token {token}, the base has {size} rows", "")
     if found.fits(name, rows, (len(ids), model.modules[targets.EMBEDDING].weight.shape[1])):
         found.leaves[targets.TOKEN_ROWS] = rows.astype(np.float32)
     return tuple(ids)
@@ -519,12 +542,10 @@ def _take_full(
             found.problem(having[0], what, "")
         arrays = [rest[name].pop(kind) for name in having]
         info = model.flat_infos[leaf]
-        shape = info.shape[1:] if len(names) > 1 else info.shape
-        shape = shape[::-1] if info.contracting == -2 else shape
-        fitting = [found.fits(n, a, shape) for n, a in zip(having, arrays, strict=True)]
+        fitting = [found.fits(n, a, info.file_shape) for n, a in zip(having, arrays, strict=True)]
         if all(fitting):
-            layers = [(a.T if info.contracting == -2 else a).astype(np.float32) for a in arrays]
-            found.leaves[leaf] = np.stack(layers) if len(names) > 1 else layers[0]
+            layers = [(a.T if info.is_transposed else a).astype(np.float32) for a in arrays]
+            found.leaves[leaf] = np.stack(layers) if info.is_stacked else layers[0]
         full.append(leaf)
     return tuple(full)
 

@@ -109,10 +109,9 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     if saved is None:
         beginning = begin_fresh(model, plan, say)
     else:
-        if "base" in checkpoints.extras(saved):  # Its base would not fit if the settings do not.
-            same_base = meta_for(checkpoints.meta(saved)["base_fingerprint"])
-            like = _abstract_state(plan, tx)
-            checkpoints.check_fits(saved, like, same_base, config.RESUMABLE)
+        # Before anything slow, and before the base is rebuilt from what would not fit.
+        same_base = meta_for(checkpoints.meta(saved)["base_fingerprint"])
+        checkpoints.check_fits(saved, _abstract_state(plan, tx), same_base, config.RESUMABLE)
         beginning = begin_again(checkpoints, saved, model, plan, say)
     meta = meta_for(beginning.fingerprint)
     split = through_boundary(plan, beginning.start)
@@ -362,7 +361,12 @@ def _meta(
     resolved = {"optim.schedule_steps": schedule_steps if decays else None}
     # The fingerprint is of the tensors; what config.json makes of them must be the same too.
     sizes = {f"config.json: {k}": v for k, v in dataclasses.asdict(plan.model.config).items()}
-    settings = config.as_flat(plan.config) | resolved | sizes
+    # Which of several patterns counts depends on their order, which JSON objects do not have.
+    ranks = {
+        f"lora: ranks and scalings of {path}": [list(target.ranks), list(target.scalings)]
+        for path, target in plan.model.adaptation.targets.items()
+    }
+    settings = config.as_flat(plan.config) | resolved | sizes | ranks
     lora = plan.config.lora
     path = plan.config.model.path
     adaptation = artefact.record(plan.model, lora, path) if lora.enabled else None

@@ -36,7 +36,7 @@ class Talk:
     """A conversation so far.
 
     Attributes:
-      voice: name of who answers.
+      voice: name of the adapter that answers, or `base`.
       system: the system prompt, None for none.
       turns: the messages of user and assistant.
     """

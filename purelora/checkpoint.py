@@ -1,19 +1,22 @@
 """Checkpoints of a run: the whole train state and what it belongs to, one folder a step.
 
     <workdir>/checkpoints/<step>/state            arrays, one leaf per dotted path (orbax)
-                         /meta                    JSON: config, fingerprints, versions, eval loss
+                         /meta                    JSON: format, config, fingerprints, eval loss, …
                          /base, /initial          more arrays, where a run saves them
                          /manifest.json           sizes and SHA-256 sums of all files, written last
 
 A step is complete once it has its manifest, and whole while all its files are as the manifest says;
 nothing is read from a step that is not whole. So neither a killed save nor a flipped bit gets into
-a run. Restoring is strict: every leaf must have the shape and dtype that is wanted. Nothing is
-cast, cut, padded, zero-filled or skipped.
+a run. A folder without a manifest is unfinished if its meta states `FORMAT`, and the next save
+deletes it; anything else by such a name is foreign, and is never touched. Restoring is strict:
+every leaf must have the shape and dtype that is wanted. Nothing is cast, cut, padded, zero-filled
+or skipped.
 
 This is the only module that imports orbax.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import logging
@@ -33,6 +36,8 @@ from purelora import checkpoint_fit, errors, manifest, retention, state
 from purelora import checkpoint_items as items
 from purelora import tree as trees
 
+# Of a step's files and of what its meta holds. A version that reads others has another number.
+FORMAT = 1
 # What a step may hold beside `state` and `meta`.
 EXTRAS = ("base", "initial")
 
@@ -48,10 +53,12 @@ class PassedOver(NamedTuple):
     Attributes:
       problem: names the folder.
       is_damage: it was complete once. Otherwise a save was killed, which loses nothing.
+      is_foreign: it is none of this version's, and may hold what someone still needs.
     """
 
     problem: errors.Problem
     is_damage: bool
+    is_foreign: bool = False
 
 
 class Newest(NamedTuple):
@@ -79,8 +86,8 @@ class Checkpoints:
         self._folder = folder.absolute()
         self._keep = keep
         self._in_background = in_background
-        # One thread, hence one save at a time.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        # Made by the first save. One thread, hence one save at a time.
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._saving: concurrent.futures.Future[None] | None = None
         self._verified: dict[int, object] = {}
         self._damaged: set[int] = set()
@@ -98,13 +105,13 @@ class Checkpoints:
     def newest_whole(self) -> Newest:
         """Looks for the newest whole step, from the newest folder down."""
         unfinished = [self._folder / name for name in self._unfinished()]
-        passed_over = [PassedOver(_unfinished(path), is_damage=False) for path in unfinished]
+        passed_over = [PassedOver(_incomplete(path), is_damage=False) for path in unfinished]
         for step in reversed(self._numbers()):
             damage = self._damage(step)
             if damage is None:
                 return Newest(step, tuple(passed_over))
             is_damage = manifest.exists(self._path(step))
-            passed_over.append(PassedOver(damage, is_damage))
+            passed_over.append(PassedOver(damage, is_damage, _is_foreign(self._path(step))))
             if is_damage:
                 self._damaged.add(step)
         return Newest(None, tuple(passed_over))
@@ -126,19 +133,23 @@ class Checkpoints:
           state: arrays, on any mesh.
           meta: what JSON can hold; with its `eval_loss`, or None, if the best is kept. Tuples come
             back as lists.
-          extras: more trees of arrays, by names of `EXTRAS`; leaves may be int4 or uint4.
+          extras: more trees of arrays, by names of `EXTRAS`.
 
         Raises:
-          CheckpointError: there is a whole checkpoint of this step, or it (or, in the background,
-            the save before) cannot be written.
+          CheckpointError: there is a whole checkpoint of this step or something foreign by its
+            name, or it (or, in the background, the save before) cannot be written.
         """
         self.wait()
         path = self._path(step)
         if self._damage(step) is None:
             remedy = "choose another workdir, or delete the folder"
             raise errors.CheckpointError(str(path), None, "already holds this step", remedy)
-        plain_meta = json.loads(json.dumps(dict(meta)))
+        if _is_foreign(path):
+            raise errors.CheckpointError.of([_incomplete(path)])
+        plain_meta = json.loads(json.dumps({"format": FORMAT, **meta}))
         item = items.encoded(state, copy=True)
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving = self._thread.submit(self._write, step, item, plain_meta, extras)
         if not self._in_background:
             self.wait()
@@ -215,10 +226,16 @@ class Checkpoints:
         """What `save` was given beside the state.
 
         Raises:
-          CheckpointError: there is no such step, or it is damaged.
+          CheckpointError: there is no such step, it is damaged, or another version of purelora
+            wrote it.
         """
         path = self._whole_path(step)
         meta = self._read_meta(path)
+        found = meta.pop("format", None)
+        if found != FORMAT:
+            has = "has no format number" if found is None else f"is of format {found}"
+            what = f"was written by another version of purelora: it {has}, this one reads {FORMAT}"
+            raise errors.CheckpointError(str(path), None, what, "use the version that wrote it")
         if not isinstance(meta.get("config"), dict):
             what = "is damaged: its meta holds no config"
             raise errors.CheckpointError(str(path), None, what, "delete the folder")
@@ -226,7 +243,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a save that is being written, whatever becomes of it, and frees all threads."""
-        self._thread.shutdown(wait=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
         self._orbax.close()
 
     def _write(
@@ -240,9 +258,9 @@ class Checkpoints:
             try:
                 self._write_items(path, all_items, meta)
             except Exception:
-                if not manifest.exists(path):
-                    shutil.rmtree(path, ignore_errors=True)
                 self._delete_unfinished()
+                if path.is_dir() and not manifest.exists(path):
+                    self._delete_if_possible(path)
                 raise
             self._damaged.discard(step)
             self._delete_old(step)
@@ -256,10 +274,9 @@ class Checkpoints:
             name: ocp.args.PyTreeSave(item.arrays, custom_metadata=item.notes)
             for name, item in all_items.items()
         }
-        # `force` replaces a folder of this step that is not whole.
-        self._orbax.save(
-            path, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **arguments), force=True
-        )
+        if manifest.exists(path):  # Damaged.
+            self._delete(path)
+        self._orbax.save(path, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **arguments))
         manifest.write(path)
 
     def _restored(self, step: int, item: str, like: Any) -> Any:
@@ -301,21 +318,18 @@ class Checkpoints:
             }
         for name, impl in notes["key_impls"].items():
             leaves[name] = items.key_of(leaves[name], impl)
-        for name, whole in notes["packed"].items():
-            leaves[name] = jax.ShapeDtypeStruct(whole["shape"], np.dtype(whole["dtype"]))
         return leaves, notes
 
     def _read(self, path: Path, item: str) -> dict[str, np.ndarray]:
         """All leaves of an item; keys as their data."""
-        saved, notes = self._saved(path, item)
+        saved, _ = self._saved(path, item)
         as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in saved}
         arguments = {item: ocp.args.PyTreeRestore(restore_args=as_numpy)}
         with _damaged(path):
-            read = self._orbax.restore(path, args=ocp.args.Composite(**arguments))[item]
-        return {
-            name: items.unpacked(leaf, **notes["packed"][name]) if name in notes["packed"] else leaf
-            for name, leaf in read.items()
-        }
+            read: dict[str, np.ndarray] = self._orbax.restore(
+                path, args=ocp.args.Composite(**arguments)
+            )[item]
+        return read
 
     def _read_meta(self, path: Path) -> dict[str, Any]:
         with _damaged(path):
@@ -330,7 +344,8 @@ class Checkpoints:
         """Of the entries that have a number for a name, that number; ascending."""
         if not self._folder.is_dir():
             return []
-        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
+        names = (path.name for path in self._folder.iterdir())
+        return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)
 
     def _unfinished(self) -> list[str]:
         """Names of what killed saves and deletions left."""
@@ -340,7 +355,7 @@ class Checkpoints:
         """What keeps a step from being whole; a folder is read again only when it has changed."""
         path = self._path(step)
         if not manifest.exists(path):
-            return _unfinished(path)
+            return _incomplete(path)
         stamp = manifest.stamp(path)
         if step in self._verified and self._verified[step] == stamp:
             return None
@@ -355,7 +370,8 @@ class Checkpoints:
         problem = self._damage(step)
         if problem is not None:
             steps = ", ".join(map(str, self.steps())) or "none"
-            remedy = f"{problem.remedy}; complete steps in this folder: {steps}"
+            known = f"complete steps in this folder: {steps}"
+            remedy = f"{problem.remedy}; {known}" if problem.remedy else known
             raise errors.CheckpointError.of([dataclasses.replace(problem, remedy=remedy)])
         return self._path(step)
 
@@ -363,6 +379,17 @@ class Checkpoints:
         """Gives back the space of what killed and failed saves left, as far as that is possible."""
         for name in self._unfinished():
             shutil.rmtree(self._folder / name, ignore_errors=True)
+        for path in map(self._path, self._numbers()):
+            if not manifest.exists(path) and _is_unfinished(path):
+                self._delete_if_possible(path)
+
+    def _delete_if_possible(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        """Deletes a step's folder; renamed first, as half of it would look damaged or foreign."""
+        shutil.rmtree(path.rename(self._folder / f"{path.name}{_TMP_SUFFIX}-deleted"))
 
     def _delete_old(self, saved: int) -> None:
         """Deletes the whole steps that are not to be kept."""
@@ -370,8 +397,7 @@ class Checkpoints:
         keep = retention.kept(self._keep, {step: self._eval_loss(step) for step in steps}, saved)
         for step in steps:
             if step not in keep:
-                # Renamed first: a folder that is half deleted must not look damaged.
-                shutil.rmtree(self._path(step).rename(self._folder / f"{step}{_TMP_SUFFIX}"))
+                self._delete(self._path(step))
 
     def _eval_loss(self, step: int) -> float | None:
         if not self._keep.best:
@@ -410,6 +436,9 @@ def find(path: Path) -> tuple[Checkpoints, int]:
             [dataclasses.replace(problem, remedy=remedy) for problem in damaged]
         )
     if newest.step is None:
+        foreign = [passed.problem for passed in newest.passed_over if passed.is_foreign]
+        if foreign:
+            raise errors.CheckpointError.of(errors.first(foreign, str(path)))
         remedy = "name the folder of a run or of one of its steps"
         raise errors.CheckpointError(str(path), None, "holds no complete checkpoint", remedy)
     return found, newest.step
@@ -419,9 +448,40 @@ def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _unfinished(path: Path) -> errors.Problem:
-    what = "is not a complete checkpoint: its save was killed, or it is none of this version"
-    return errors.Problem(str(path), None, what, "a later save removes or replaces it")
+def _incomplete(path: Path) -> errors.Problem:
+    """What is wrong with a path that has no manifest."""
+    if not os.path.lexists(path):
+        return errors.Problem(str(path), None, "is not a complete checkpoint: there is none", "")
+    if _is_foreign(path):
+        what = "is no checkpoint that this version of purelora has made"
+        return errors.Problem(str(path), None, what, "choose another workdir, or delete it")
+    what = "is not a complete checkpoint: its save was killed"
+    return errors.Problem(str(path), None, what, "the next save of this run removes it")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether there is something without a manifest that this version did not leave."""
+    is_left = _TMP_SUFFIX in path.name or manifest.exists(path) or _is_unfinished(path)
+    return os.path.lexists(path) and not is_left
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a folder without a manifest is what a killed save left: it holds nothing whole.
+
+    Orbax gives a folder the number for its name when meta and arrays are in it, so its meta states
+    the format. After a failure of the machine it may be empty or hold zeros.
+    """
+    if not path.is_dir():
+        return False
+    try:
+        meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return not any(entry.is_file() for entry in path.rglob("*"))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return isinstance(meta, dict) and meta.get("format") == FORMAT
 
 
 def _check_space(path: Path, needed_bytes: int) -> None:

@@ -1,7 +1,6 @@
-"""Trees of arrays as files take them: flat, on the host, without keys and 4-bit numbers."""
+"""Trees of arrays as files take them: flat, on the host, without keys."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +11,12 @@ class Item(NamedTuple):
     """A tree in the form that orbax takes.
 
     Attributes:
-      arrays: by dotted path: keys as their data, 4-bit integers two in a byte.
-      notes: what that takes away: `key_impls` {path: implementation} and `packed` {path: {dtype,
-        shape}}.
+      arrays: by dotted path: keys as their data.
+      notes: what that takes away: `key_impls` {path: implementation}.
     """
 
     arrays: dict[str, np.ndarray]
     notes: dict[str, Any]
-
-
-# numpy gives each a byte of its own, and orbax refuses uint4.
-_PACKED = ("int4", "uint4")
 
 
 def encoded(tree: Any, *, copy: bool) -> Item:
@@ -37,27 +31,7 @@ def encoded(tree: Any, *, copy: bool) -> Item:
         name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()
     }
     host = {name: np.array(a, copy=copy or None) for name, a in jax.device_get(plain).items()}
-    packed = {
-        name: {"dtype": a.dtype.name, "shape": list(a.shape)}
-        for name, a in host.items()
-        if a.dtype.name in _PACKED
-    }
-    arrays = {name: _nibbles(a) if name in packed else a for name, a in host.items()}
-    return Item(arrays, {"key_impls": impls, "packed": packed})
-
-
-def _nibbles(array: np.ndarray) -> np.ndarray:
-    """4-bit integers two in a byte, the first one low."""
-    codes = array.astype(np.int8).reshape(-1).view(np.uint8) & 15
-    pairs = np.append(codes, np.zeros(codes.size % 2, np.uint8)).reshape(-1, 2)
-    return pairs[:, 0] | pairs[:, 1] << 4
-
-
-def unpacked(nibbles: np.ndarray, *, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """The inverse of `_nibbles`."""
-    codes = np.stack([nibbles & 15, nibbles >> 4], axis=-1).reshape(-1)
-    codes = codes[: int(np.prod(shape, dtype=np.int64))].reshape(shape)
-    return codes.astype(np.dtype(dtype))
+    return Item(host, {"key_impls": impls})
 
 
 def flat(tree: Any) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
+import os
 import pathlib
 import re
 import runpy
@@ -21,6 +23,10 @@ import ml_collections
 from purelora import config, errors
 
 USER_ERROR_STATUS = 2
+# The options of the commands that are paths: a leading `~` in them is the user's home.
+PATHS = frozenset({"adapter", "model", "output", "prompts_file", "run", "workdir"})
+# Which weights stay unquantised where an option does not say: as quant.skip in configs/base.py.
+QUANT_SKIP = ("embed_tokens",)
 T = TypeVar("T")
 
 
@@ -44,7 +50,7 @@ def parse(argv: Sequence[str], flags: Sequence[str]) -> Arguments:
         problems.append(errors.Problem("--config", None, "is missing", remedy))
     if problems:
         raise errors.ConfigError.of(problems)
-    raw = load_file(pathlib.Path(typing.cast(str, path)))
+    raw = load_file(pathlib.Path(os.path.expanduser(typing.cast(str, path))))
     for key, text in overrides:
         problem = _override(raw, key, text)
         if problem:
@@ -101,7 +107,8 @@ def options(kind: type[T], argv: Sequence[str]) -> T:
 
     A field `max_new_tokens` is the argument `--max-new-tokens`. A bool is a flag without a value, a
     field without default must be given, and a `tuple[str, ...]` takes one entry each time that its
-    argument is given, as it is: commas mean nothing.
+    argument is given, as it is: commas mean nothing. In the fields that `PATHS` names, `~` is
+    expanded.
 
     Raises:
       ConfigError: arguments that are unknown, missing, doubled, without a value or of a wrong type;
@@ -112,6 +119,8 @@ def options(kind: type[T], argv: Sequence[str]) -> T:
     values = {}
     for name, texts in given.items():
         if texts:
+            if name in PATHS:
+                texts = [_expanded(text) for text in texts]
             values[name], problem = _option(_argument(name), texts, annotations[name])
             problems += [problem] if problem else []
     for field in dataclasses.fields(typing.cast(Any, kind)):
@@ -128,9 +137,49 @@ def _argument(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _expanded(text: str) -> str:
+    """A path, or NAME=PATH, with the user's home in place of a leading `~`."""
+    name, equals, path = text.partition("=")
+    if equals and "/" not in name:
+        return f"{name}={os.path.expanduser(path)}"
+    return os.path.expanduser(text)
+
+
+def numbers(where: str, texts: Sequence[str]) -> list[float]:
+    """The numbers that were given for an option that may be given several times.
+
+    Raises:
+      ConfigError: texts that are no finite numbers; all of them in one error.
+    """
+    values = [from_text(text, float) for text in texts]
+    problems = [
+        errors.Problem(where, text, "is not a finite number", "")
+        for text, value in zip(texts, values, strict=True)
+        if not isinstance(value, float) or not math.isfinite(value)
+    ]
+    if problems:
+        raise errors.ConfigError.of(problems)
+    return values
+
+
+@contextlib.contextmanager
+def quant_options() -> Iterator[None]:
+    """ConfigErrors raised inside name the option `--tile-size` for the key `quant.tile_size`."""
+    try:
+        yield
+    except errors.ConfigError as error:
+        raise errors.ConfigError.of(
+            dataclasses.replace(problem, where=_argument(problem.where.removeprefix("quant.")))
+            if problem.where.startswith("quant.")
+            else problem
+            for problem in error.problems
+        ) from error
+
+
 def _option(where: str, texts: Sequence[str], annotation: Any) -> tuple[Any, errors.Problem | None]:
     """The value of one field from all that was given for it, and what is wrong with it."""
-    if typing.get_origin(annotation) is tuple:
+    kinds = (annotation, *typing.get_args(annotation))
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
         return tuple(texts), None
     if annotation is bool:
         return True, None
@@ -286,7 +335,7 @@ def _list_from_text(text: str, kind: Any, *, is_plain_string_too: bool) -> Any:
 
 def _literal(text: str) -> Any:
     """The Python literal that `text` is; `text` itself if it is none."""
-    with contextlib.suppress(ValueError, SyntaxError, TypeError):
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ast.literal_eval(text)
     return text
 
@@ -306,6 +355,10 @@ def _exit_on_user_error() -> Iterator[None]:
         for problem in error.problems:
             print(f"{kind}: {problem}", file=sys.stderr)
         raise SystemExit(USER_ERROR_STATUS) from None
+    except BrokenPipeError:
+        # Who read the output has gone; what is still in the buffer has no one to go to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except KeyboardInterrupt:
         # Before the loop, which handles signals itself, there is nothing to save.
         print("interrupted", file=sys.stderr)
@@ -326,4 +379,5 @@ def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
         raise SystemExit(0)
     with _exit_on_user_error():
         status = main(argv)
+        sys.stdout.flush()
     raise SystemExit(status)

@@ -8,6 +8,7 @@ import collections.abc
 import dataclasses
 import datetime
 import difflib
+import math
 import re
 import types
 import typing
@@ -19,6 +20,8 @@ import numpy as np
 from purelora import errors
 
 Patterns = str | tuple[str, ...]
+# A key of `rank_pattern` and `alpha_pattern`: a regex for the end of a name, from a dot on.
+MODULE_PATTERN = r"(.*\.)?({})$"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +366,8 @@ def _normal(value: Any, annotation: Any) -> Any:
         return {key: _normal(v, _value(annotation)) for key, v in value.items()}
     options = typing.get_args(annotation) or (annotation,)
     if isinstance(value, int) and not isinstance(value, bool) and float in options:
-        return float(value)
+        # Beyond float64 it is out of every range.
+        return float(value) if abs(value) < 10**300 else math.inf
     return value
 
 
@@ -376,6 +380,7 @@ def check(config: Config) -> list[errors.Problem]:
 _Found = tuple[str, Any, str, str]
 _LARGEST = 2**31 - 1  # Steps are counted in int32.
 _LONGEST = 2**24  # Tokens of a row.
+_LARGEST_RANK = 2**16
 
 
 def _ranges(c: Config) -> list[_Found]:
@@ -491,7 +496,8 @@ def _combinations(c: Config) -> list[_Found]:
         low = c.batch_size - c.batch_size % c.accum_steps
         near = [n for n in (low, low + c.accum_steps) if n > 0]
         found.append(("batch_size", c.batch_size, what, f"use {' or '.join(map(str, near))}"))
-    found += _lora_problems(c) if c.lora.enabled else _full_problems(c)
+    found += _lora_ranges(c.lora)
+    found += _init_problems(c) if c.lora.enabled else _full_problems(c)
     return found + _contradictions(c)
 
 
@@ -509,6 +515,22 @@ def _full_problems(c: Config) -> list[_Found]:
     if c.mesh.shard_adapters:
         what = "has no effect with lora.enabled=False: there are no adapters"
         found.append(("mesh.shard_adapters", True, what, "set it to False"))
+    idle = {
+        "lora.lora_dropout": c.lora.lora_dropout != 0,
+        "lora.exclude_modules": bool(c.lora.exclude_modules),
+        "lora.layers_to_transform": c.lora.layers_to_transform is not None,
+        "lora.rank_pattern": bool(c.lora.rank_pattern),
+        "lora.alpha_pattern": bool(c.lora.alpha_pattern),
+        "lora.use_rslora": c.lora.use_rslora,
+        "lora.use_dora": c.lora.use_dora,
+        "lora.init_lora_weights": c.lora.init_lora_weights != "default",
+        "lora.modules_to_save": bool(c.lora.modules_to_save),
+        "lora.trainable_token_indices": bool(c.lora.trainable_token_indices),
+        "lora.bias": c.lora.bias != "none",
+    }
+    values = as_flat(c)
+    what = "has no effect with lora.enabled=False: all weights are trained"
+    found += [(key, values[key], what, "leave it out") for key, is_set in idle.items() if is_set]
     if c.init_adapter is not None:
         what = "is set, but lora.enabled=False trains no adapter"
         remedy = "leave it out; to train on from merged weights set model.path to them"
@@ -584,11 +606,11 @@ def warmup_problems(optim: OptimConfig, limit: int) -> list[_Found]:
     return [("optim.warmup_steps", optim.warmup_steps, what, remedy)]
 
 
-def _lora_problems(c: Config) -> list[_Found]:
-    lora = c.lora
+def _lora_ranges(lora: LoraConfig) -> list[_Found]:
     found: list[_Found] = []
-    if lora.r < 1:
-        found.append(("lora.r", lora.r, "must be at least 1 with LoRA on", "8 and 16 are usual"))
+    if not 1 <= lora.r <= _LARGEST_RANK:
+        what = f"must be from 1 to {_LARGEST_RANK}"
+        found.append(("lora.r", lora.r, what, "8 and 16 are usual"))
     if not 0 < _as_float32(lora.lora_alpha) < float("inf"):
         what = "makes the scaling alpha / r zero or not a number, so nothing would train"
         found.append(("lora.lora_alpha", lora.lora_alpha, what, "2 · r is usual"))
@@ -597,7 +619,12 @@ def _lora_problems(c: Config) -> list[_Found]:
         found.append(("lora.target_modules", lora.target_modules, "is empty", remedy))
     found += _pattern_problems("lora.rank_pattern", lora.rank_pattern)
     found += _pattern_problems("lora.alpha_pattern", lora.alpha_pattern)
-    return found + _layer_problems(lora) + _token_problems(lora) + _init_problems(c)
+    found += [
+        (f"lora.rank_pattern[{name!r}]", r, f"must be at most {_LARGEST_RANK}", "")
+        for name, r in lora.rank_pattern.items()
+        if r > _LARGEST_RANK
+    ]
+    return found + _layer_problems(lora) + _token_problems(lora)
 
 
 def _pattern_problems(key: str, pattern: Mapping[str, float]) -> list[_Found]:
@@ -606,7 +633,7 @@ def _pattern_problems(key: str, pattern: Mapping[str, float]) -> list[_Found]:
         if not 0 < _as_float32(value) < float("inf"):
             found.append((f"{key}[{name!r}]", value, "must be above 0", ""))
         try:
-            re.compile(name)
+            re.compile(MODULE_PATTERN.format(name))
         except re.error as error:
             found.append((key, name, f"is not a regular expression: {error}", ""))
     return found
@@ -621,7 +648,9 @@ def _layer_problems(lora: LoraConfig) -> list[_Found]:
     if isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
         what = "does not go with a regex in lora.target_modules"
         return [(key, layers, what, "put the layers into the regex, or list module names")]
-    return [(key, n, "is not the number of a layer", "") for n in layers if n < 0]
+    found: list[_Found] = [(key, n, "is not the number of a layer", "") for n in layers if n < 0]
+    doubled = sorted({n for n in layers if layers.count(n) > 1})
+    return found + [(key, n, "is listed twice", "list it once") for n in doubled]
 
 
 def _token_problems(lora: LoraConfig) -> list[_Found]:

@@ -8,7 +8,8 @@
 
 The folder is read back, put on the base anew and must give the run's own logits; otherwise it is
 removed again. An adapter that began out of the weights (pissa, olora, loftq) is written for the
-original base, with twice the rank.
+original base, with twice the rank; there the run's base is another one, so the update that the
+folder makes to each weight is compared with what training added to it.
 """
 
 import dataclasses
@@ -21,11 +22,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora import artefact, assembly, checkpoint, cli, config, errors, factoring, story
-from purelora import plan as plans
+from purelora import (
+    arithmetic,
+    artefact,
+    assembly,
+    checkpoint,
+    cli,
+    config,
+    errors,
+    factoring,
+    run_model,
+    story,
+)
 from purelora import tree as trees
-from purelora.io import builtin, output, peft
-from purelora.models import layers
+from purelora.io import builtin, output, peft, source
+from purelora.models import causal_lm, layers
 
 _CHECKED_TOKENS = 32
 # Largest difference of a logit, over the largest logit: rounding of float32 in another order.
@@ -49,67 +60,104 @@ def main(argv: Sequence[str]) -> int:
     meta = checkpoints.meta(step)
     adapter = artefact.of_checkpoint(checkpoints, step, where=f"{options.run} (step {step})")
     if options.model is not None:
+        _check_model(options.model, adapter)
         changed = dataclasses.replace(adapter.config, base_model_name_or_path=options.model)
         adapter = dataclasses.replace(adapter, config=changed)
     story.write_adapter(options.output, adapter, meta)
     try:
-        difference = check(options, checkpoints, step, options.output)
+        compared = check(options, checkpoints, step, options.output)
     except BaseException:
         shutil.rmtree(options.output, ignore_errors=True)
         raise
-    print(
-        f"{options.output}: adapter of step {step}, read back: largest difference of a logit "
-        f"{difference:.1e} of the largest"
-    )
+    print(f"{options.output}: adapter of step {step}, read back: {compared}")
     return 0
 
 
-def check(options: Options, checkpoints: checkpoint.Checkpoints, step: int, folder: str) -> float:
-    """Compares the logits of the checkpoint's own leaves with those of the folder, read anew.
+def _check_model(path: str, adapter: peft.Adapter) -> None:
+    """Raises ModelError unless the base at `path` is the one that the adapter was trained on."""
+    opened = run_model.open_model(path)
+    model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
+    names = [name for names in model.hf_names.values() for name in names]
+    artefact.check_base(adapter, source.identify(opened.source, names))
+
+
+def check(options: Options, checkpoints: checkpoint.Checkpoints, step: int, folder: str) -> str:
+    """Compares what the folder, read anew, computes with the checkpoint's own leaves.
 
     Returns:
-      The largest difference over the largest logit.
+      What was compared, and the largest difference.
 
     Raises:
       ModelError: it is too large, or the folder cannot be read back.
     """
-    settings = _settings(checkpoints.meta(step), options)
+    meta = checkpoints.meta(step)
+    if meta["config"]["lora.init_lora_weights"] in factoring.INITS:
+        name, difference = "an update", _update_difference(checkpoints, step, folder)
+    else:
+        name, difference = "a logit", _logit_difference(options, checkpoints, step, folder)
+    if not difference <= _TOLERANCE:
+        what = f"does not compute what the run does: {name} differs by {difference:.1e}"
+        raise errors.ModelError(folder, None, what, "this is a fault of purelora: report it")
+    return f"largest difference of {name} {difference:.1e} of the largest"
+
+
+def _logit_difference(
+    options: Options, checkpoints: checkpoint.Checkpoints, step: int, folder: str
+) -> float:
+    """Largest difference of a logit over the largest logit, on the run's own base."""
+    settings = config.from_flat(checkpoints.meta(step)["config"])
+    if options.model is not None:
+        path = options.model
+    elif "base" in checkpoints.extras(step) and not settings.lora.modules_to_save:
+        path = options.run  # It needs nothing else.
+    else:
+        path = settings.model.path
+    settings = _on_one_device(settings, path)
     model, plan = assembly.open_and_plan(settings, _quiet, devices=jax.devices()[:1])
     beginning = assembly.begin_again(checkpoints, step, model, plan, _quiet)
-    own = {
-        path.removeprefix("trainable."): leaf
-        for path, leaf in checkpoints.leaves(step, "state", prefix="trainable.").items()
-    }
-    tokens = _tokens(model)
-    wanted = _logits(plan, trees.unflatten(own), beginning.start.base, tokens)
-
+    base, tokens = beginning.start.base, _tokens(model)
+    wanted = _logits(plan.model, trees.unflatten(_own_leaves(checkpoints, step)), base, tokens)
     attached = artefact.attach(
         peft.read(folder), plan.model, base_fingerprint=beginning.fingerprint
     )
-    base = beginning.start.base
-    if settings.lora.init_lora_weights in factoring.INITS:
-        base = assembly.load_weights(model, plan, _quiet).tree
-    read_back = dataclasses.replace(plan, model=attached.model)
-    found = _logits(read_back, attached.trainable, base, tokens)
-    difference = float(np.abs(found - wanted).max() / np.abs(wanted).max())
-    if not difference <= _TOLERANCE:
-        what = f"gives other logits than the run: {difference:.1e} of the largest"
-        raise errors.ModelError(folder, None, what, "this is a fault of purelora: report it")
-    return difference
+    found = _logits(attached.model, attached.trainable, base, tokens)
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
-def _settings(meta: Mapping[str, Any], options: Options) -> config.Config:
-    """The run's settings, on one device, and on a float base if the written adapter is for that."""
-    settings = config.from_flat(meta["config"])
-    path = options.model or settings.model.path
-    quantisation = settings.quant
-    if settings.lora.init_lora_weights in factoring.INITS:
-        quantisation = config.QuantConfig("none", None, quantisation.skip)
+def _update_difference(checkpoints: checkpoint.Checkpoints, step: int, folder: str) -> float:
+    """Largest difference of a weight's update over the largest, for adapters out of weights."""
+    own, initial = _own_leaves(checkpoints, step), checkpoints.leaves(step, "initial")
+    read, worst = peft.read(folder), 0.0
+    for path, target in checkpoints.meta(step)["adaptation"]["targets"].items():
+        for i, name in enumerate(target["names"]):
+            wanted = sum(
+                sign * (_layer(leaves[f"{path}.lora_a"], target, i)
+                        @ _layer(leaves[f"{path}.lora_b"], target, i))
+                for sign, leaves in ((1, own), (-1, initial))
+            )  # fmt: skip
+            wanted = target["scalings"][i] * np.asarray(wanted).T
+            found = arithmetic.updated(read, name, "weight", np.zeros_like(wanted))
+            # Both halves are as large as the weight; their difference may be small.
+            scale = np.abs(_layer(initial[f"{path}.lora_a"], target, i)).max()
+            scale *= np.abs(_layer(initial[f"{path}.lora_b"], target, i)).max()
+            worst = max(worst, float(np.abs(found - wanted).max() / max(scale, 1e-30)))
+    return worst
+
+
+def _layer(leaf: np.ndarray, target: Mapping[str, Any], position: int) -> np.ndarray:
+    return leaf[position] if target["layers"] else leaf
+
+
+def _own_leaves(checkpoints: checkpoint.Checkpoints, step: int) -> dict[str, np.ndarray]:
+    read = checkpoints.leaves(step, "state", prefix="trainable.")
+    return {path.removeprefix("trainable."): leaf for path, leaf in read.items()}
+
+
+def _on_one_device(settings: config.Config, path: str) -> config.Config:
     return dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=path),
         mesh=config.MeshConfig(data=1, fsdp=1, shard_adapters=False),
-        quant=quantisation,
     )
 
 
@@ -124,13 +172,13 @@ def _tokens(model: builtin.Model) -> jax.Array:
 
 
 def _logits(
-    plan: plans.Plan, trainable: trees.Tree, base: trees.Tree, tokens: jax.Array
+    model: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree, tokens: jax.Array
 ) -> np.ndarray:
-    full = plan.model.adaptation.full
+    full = model.adaptation.full
     kept = {path: leaf for path, leaf in trees.flatten(base).items() if path not in full}
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     inputs = layers.Inputs(tokens, positions, jnp.ones_like(tokens))
-    run = jax.jit(lambda t, b: plan.model.logits(t, b, inputs))
+    run = jax.jit(lambda t, b: model.logits(t, b, inputs))
     return np.asarray(run(trainable, trees.unflatten(kept)))
 
 

@@ -5,7 +5,7 @@ input; a trained one as many again for its own gradient. Recomputation (remat) i
 usual for model FLOP/s utilisation (Chowdhery et al. 2022, appendix B).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from purelora import info, targets
@@ -15,7 +15,7 @@ def per_token(
     infos: Mapping[str, info.ParamInfo],
     adapters: Mapping[str, info.ParamInfo],
     *,
-    trains_base: bool,
+    trained_weights: Collection[str],
     attention_width: int,
     length: int,
 ) -> float:
@@ -24,14 +24,18 @@ def per_token(
     Args:
       infos: flat declarations of the base.
       adapters: flat declarations of the adapters.
-      trains_base: whether the base's matrices get gradients.
+      trained_weights: paths of the base's matrices that get gradients of their own.
       attention_width: query heads × head dim, summed over the layers.
       length: tokens of a row; a token sees half of them on average.
     """
-    base = sum(_size(leaf) for path, leaf in infos.items() if _is_multiplied(path, leaf, infos))
+    base = sum(
+        _size(leaf) * (3 if path in trained_weights else 2)
+        for path, leaf in infos.items()
+        if _is_multiplied(path, leaf, infos)
+    )
     small = sum(map(_size, adapters.values()))
     scores = 2 * attention_width * length / 2  # The two products of attention, per 2 operations.
-    return 2.0 * (base * (3 if trains_base else 2) + 3 * small + 3 * scores)
+    return 2.0 * (base + 3 * small + 3 * scores)
 
 
 def attention_width(modules: Mapping[str, targets.AdaptableModule]) -> int:

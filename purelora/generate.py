@@ -4,7 +4,8 @@
     python -m purelora.generate --model=smollm2-135m --adapter=runs/a --adapter=b=runs/b/peft \\
         --prompts-file=prompts.jsonl --output=answers.jsonl --batch-size=8
 
---model=MODEL           as model.path: a built-in name, a Hugging Face folder or a GGUF file
+--model=MODEL           as model.path: a built-in name, a Hugging Face folder, a GGUF file, or a run
+                        that trained all weights or holds its base (checkpoint.save_base)
 --adapter=[NAME=]PATH   a run's folder, a step's folder or a PEFT folder; may be given several times
 --use=NAME              which to run, several times if need be; `base` is the model without adapter.
                         Without it: all adapters given, one after the other
@@ -12,10 +13,10 @@
 --prompts-file=FILE     .txt, a prompt a line; or .jsonl with `prompt` or `messages`
 --system=TEXT           a system prompt
 --raw                   prompts as they are, without the chat template
---max-new-tokens=N      most tokens of an answer (256)
+--max-new-tokens=N      the largest number of tokens of an answer (256)
 --temperature=T         0 takes the most probable token (the default)
 --top-k=K, --top-p=P    draw from the K largest, or from those that have probability P together
---seed=N                of the draws; a prompt's draws depend on it and the prompt's number alone
+--seed=N                seeds the draws, which depend on it and on the prompt's number alone (0)
 --dtype=TYPE            float32 (the default) or bfloat16, of weights and computation
 --qtype=TYPE            int8, int4, nf4 or fp8: quantise the base (but the embedding)
 --tile-size=N           inputs that share a scale; without it, one scale per output channel
@@ -29,7 +30,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -57,9 +57,9 @@ class _Rows(NamedTuple):
 
     Attributes:
       tokens_B: the newest token of each row.
-      positions_B: its position.
+      positions_B: the position of that token.
       made: how many tokens each row has got.
-      keys_B: the key of each row's draws.
+      keys_B: the random key of each row.
     """
 
     tokens_B: jax.Array
@@ -84,15 +84,15 @@ def stream(
     """Continues prompts together, one token of each at a time.
 
     Args:
-      model: the model.
-      trainable: its adapters (or all its weights).
-      base: its frozen weights.
+      model: the declarations, with the targets of the adapter.
+      trainable: the leaves of the adapter (or all weights).
+      base: the frozen weights.
       prompts: token ids, at least one a prompt.
       end_ids: tokens that end a continuation; the end token is the last of its row.
-      max_new_tokens: most tokens of a continuation.
+      max_new_tokens: the largest number of tokens of a continuation.
       dtype: dtype of the computation.
       how: how tokens are chosen.
-      seed: of the draws.
+      seed: seeds the draws.
       first_row: number of the first prompt: with `seed` it decides the draws of a row.
 
     Yields:
@@ -353,13 +353,14 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         if name not in (speaker.BASE, *paths):
             raise speaker.unknown_name("--use", name, [speaker.BASE, *paths])
+    if options.output is not None:
+        output.check_free(options.output)
     compilation.use_cache("default")
+    talker = speaker.load_speaker(options, paths)
+    ids = [
+        talker.ids(p.content, where=p.where, max_new_tokens=options.max_new_tokens) for p in prompts
+    ]
     with _writer(options, labelled=len(names) * len(prompts) > 1) as writer:
-        talker = speaker.load_speaker(options, paths)
-        ids = [
-            talker.ids(p.content, where=p.where, max_new_tokens=options.max_new_tokens)
-            for p in prompts
-        ]
         for name in names:
             for start in range(0, len(prompts), options.batch_size):
                 batch = slice(start, start + options.batch_size)
@@ -381,7 +382,7 @@ def read_prompts(options: Options) -> list[Prompt]:
         what = "is neither a .txt nor a .jsonl file"
         raise errors.DataError("--prompts-file", path, what, "give one of these endings")
     try:
-        text = files.read_text(os.path.expanduser(path)).removeprefix("\ufeff")
+        text = files.read_text(path).removeprefix("\ufeff")
     except errors.ModelError as error:
         raise errors.DataError.of(error.problems) from error
     problems: list[errors.Problem] = []
@@ -504,13 +505,12 @@ def _writer(options: Options, *, labelled: bool) -> Iterator[_Writer]:
     if options.output is None:
         yield _Writer(options, sys.stdout, labelled)
         return
-    path = os.path.expanduser(options.output)
     with (
-        output.new_file(path) as partial,
+        output.new_file(options.output) as partial,
         open(partial, "w", encoding="utf-8", newline="\n") as file,
     ):
         yield _Writer(options, file, labelled)
-    speaker.say(f"wrote {path}")
+    speaker.say(f"wrote {options.output}")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,22 @@ class ParamInfo:
         return self.contracting is not None
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether it leads with a layer axis."""
+        return "layers" in self.axes
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether files hold it the other way round: Hugging Face keeps kernels as [out, in]."""
+        return self.contracting == -2
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of one layer in a file of Hugging Face's layout."""
+        shape = self.shape[1:] if self.is_stacked else self.shape
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
     def matrix_dims(self) -> tuple[int, int]:
         """Of a matrix: the contracting dimension and the other one of its last two."""
         assert self.contracting is not None

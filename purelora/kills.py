@@ -12,17 +12,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
-# What a run does, in this order; "step", "eval" and "save" again and again.
-PHASES = ("start", "compile", "eval", "step", "save", "end")
 _LINE = re.compile(r"(start|resume|eval|step|save|finish)(?: at step)? (\d+)(?:: |/(\d+) )")
 
 
 class Phase(NamedTuple):
-    """What a run is doing: one of `PHASES`, and of which step (0 before the first)."""
+    """What a run is doing, and of which step (0 before the first)."""
 
-    name: str
+    name: Literal["start", "compile", "eval", "step", "save", "end"]
     step: int
 
     def __str__(self) -> str:
@@ -66,7 +64,7 @@ def phase_after(line: str, *, evaluates: Callable[[int, bool], bool]) -> Phase |
         return None
     name, step = found[1], int(found[2])
     if name in ("save", "finish"):
-        return Phase({"save": "save", "finish": "end"}[name], step)
+        return Phase("save" if name == "save" else "end", step)
     # An eval's own line ends it; all others end what comes before an eval.
     if name in ("start", "step") and evaluates(step, found[2] == found[3]):
         return Phase("eval", step)
@@ -121,6 +119,7 @@ class Child:
           Its exit status, None if it was killed.
         """
         due = math.inf
+        latest = None if last_save is None else Phase("save", last_save)
         if moment is not None and moment.phase.name == "start":
             due = self.marks[0].secs + moment.delay_secs
         while True:
@@ -138,7 +137,7 @@ class Child:
             if moment is not None and mark is not None:
                 if mark.phase == moment.phase:
                     due = min(due, mark.secs + moment.delay_secs)
-                elif mark.phase == Phase("save", last_save or 0):
+                elif mark.phase == latest:
                     due = mark.secs
 
     def _read(self) -> None:

@@ -5,25 +5,31 @@
     python -m purelora.merge --adapter=runs/qlora --onto=dequantised --qtype=int8 --output=merged
 
 --adapter=PATH     a run, one of its steps, or a PEFT folder; may be given several times
---weight=NUMBER    how much of the update of each adapter; one for each, or none for 1
+--weight=NUMBER    how much of the update of each adapter; one for each, or none at all for 1
 --output=PATH      a new folder (Hugging Face safetensors), or a new file that ends in .gguf
 --model=PATH       the base; by default the one that the first adapter names
 --onto=NAME        `original` weights (default), or `dequantised`: as the run saw them
---qtype, --tile-size, --skip=PATTERN   how that base was quantised; by default as the run says
+--qtype=TYPE       how that base was quantised (int8, int4, nf4 or fp8); by default as the run says
+--tile-size=N      goes with --qtype, as quant.tile_size; without it, one scale per output channel
+--skip=PATTERN     goes with --qtype, as quant.skip: weights that stay as they are; may be given
+                   several times. By default embed_tokens, as in training; `--skip=` for none
 --dtype=NAME       float32, bfloat16 or float16; for GGUF also q8_0. By default that of the base
---shard-bytes=N    largest safetensors file
+--shard-bytes=N    largest safetensors file (5e9)
 
 One tensor is in memory at a time. For every module the command reports how much of the update is
 left in the written dtype; what rounds away is not in the model.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import qwix
@@ -42,7 +48,17 @@ from purelora import (
     targets,
 )
 from purelora import tree as trees
-from purelora.io import builtin, gguf, gguf_tokenizer, gguf_write, hf, hf_write, peft, source
+from purelora.io import (
+    builtin,
+    gguf,
+    gguf_tokenizer,
+    gguf_write,
+    hf,
+    hf_write,
+    output,
+    peft,
+    source,
+)
 from purelora.io import safetensors_file as files
 from purelora.models import causal_lm
 
@@ -66,9 +82,59 @@ class Options:
     onto: Literal["original", "dequantised"] = "original"
     qtype: Literal["int8", "int4", "nf4", "fp8"] | None = None
     tile_size: int | None = None
-    skip: tuple[str, ...] = ()
+    skip: tuple[str, ...] | None = None
     dtype: Literal["float32", "bfloat16", "float16", "q8_0"] | None = None
-    shard_bytes: int = hf_write.SHARD_BYTES
+    shard_bytes: int | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether a GGUF file is written, rather than a folder."""
+        return self.output.endswith(".gguf")
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The patterns of the weights that the arguments leave unquantised."""
+        return cli.QUANT_SKIP if self.skip is None else tuple(p for p in self.skip if p)
+
+    def problems(self) -> Iterator[errors.Problem]:
+        """Values out of range, and arguments that do not go together or have no effect."""
+        if not self.adapter and self.model is None:
+            remedy = "give --adapter, or --model alone to write a run that trains all weights"
+            yield errors.Problem("--adapter, --model", None, "are both missing", remedy)
+        if self.weight and len(self.weight) != len(self.adapter):
+            what = f"is given {len(self.weight)} times for {len(self.adapter)} adapters"
+            yield errors.Problem("--weight", list(self.weight), what, "give one for each, or none")
+        if self.dtype == "q8_0" and not self.is_gguf:
+            yield errors.Problem("--dtype", "q8_0", "is a type of GGUF only", "write a .gguf file")
+        if self.shard_bytes is not None and self.is_gguf:
+            what = "has no effect on a .gguf file, which is never split"
+            yield errors.Problem("--shard-bytes", self.shard_bytes, what, "leave it out")
+        elif self.shard_bytes is not None and self.shard_bytes < 1:
+            yield errors.Problem("--shard-bytes", self.shard_bytes, "must be at least 1", "")
+        yield from self._quant_problems()
+
+    def _quant_problems(self) -> Iterator[errors.Problem]:
+        if self.onto == "dequantised" and self.qtype is None and len(self.adapter) != 1:
+            what = "is missing: there is not one run that says how its base was quantised"
+            yield errors.Problem("--qtype", None, what, "set it, or use --onto=original")
+        given = {"qtype": self.qtype, "tile-size": self.tile_size, "skip": self.skip}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if self.onto == "original":
+                what, remedy = "has no effect with --onto=original", "set --onto=dequantised"
+                yield errors.Problem(f"--{name}", value, what, f"{remedy}, or leave it out")
+            elif self.qtype is None:
+                what = "has no effect without --qtype: the run says how its base was quantised"
+                yield errors.Problem(f"--{name}", value, what, "set --qtype, or leave it out")
+        if self.tile_size is not None and self.tile_size < 1:
+            yield errors.Problem("--tile-size", self.tile_size, "must be at least 1", "")
+        for pattern in self.skipped:
+            try:
+                re.compile(f"(?:{pattern})")
+            except re.error as error:
+                what = f"is not a regular expression: {error}"
+                yield errors.Problem("--skip", pattern, what, "")
 
 
 class Survival(NamedTuple):
@@ -95,18 +161,20 @@ Weighted = tuple[peft.Adapter, float]
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     options = cli.options(Options, argv)
-    weights = _weights(options)
+    weights = _checked(options)
+    output.check_free(options.output)
     adapters = [artefact.open_adapter(path) for path in options.adapter]
     opened = run_model.open_model(_base_path(options, adapters))
     model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
+    base = _dequantised(options, model) if options.onto == "dequantised" else _as_is
     placed: list[Weighted] = []
     for adapter, weight in zip(adapters, weights, strict=True):
         attached = artefact.attach(adapter, model, base_fingerprint=None)
         for note in attached.notes:
             print(f"{adapter.path}: {note}", flush=True)
+        check_copies(opened.source, attached)
         placed.append((attached.placed, weight))
     check_fingerprints(opened.source, model, adapters)
-    base = _dequantised(options, model) if options.onto == "dequantised" else _as_is
     form = output_form(options, opened.source.config)
     merged = Merged(opened.source, model, placed, base, form)
     write(options, opened, merged, form)
@@ -114,31 +182,34 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _weights(options: Options) -> list[float]:
-    if not options.weight:
-        return [1.0] * len(options.adapter)
-    if len(options.weight) != len(options.adapter):
-        what = f"is given {len(options.weight)} times for {len(options.adapter)} adapters"
-        raise errors.ConfigError("--weight", options.weight, what, "give one for each, or none")
-    found = []
-    for text in options.weight:
-        value = cli.from_text(text, float)
-        if not isinstance(value, float) or not np.isfinite(value):
-            raise errors.ConfigError("--weight", text, "is not a number", "")
-        found.append(value)
-    return found
+def _checked(options: Options) -> list[float]:
+    """The weights of the adapters. Raises ConfigError for all that is wrong with the arguments."""
+    problems = list(options.problems())
+    weights = [1.0] * len(options.adapter)
+    with errors.collected(problems):
+        weights = cli.numbers("--weight", options.weight) or weights
+    if problems:
+        raise errors.ConfigError.of(problems)
+    return weights
 
 
 def _base_path(options: Options, adapters: Sequence[peft.Adapter]) -> str:
     if options.model is not None:
         return options.model
-    if not adapters:
-        remedy = "give --adapter, or --model alone to write a run that trains all weights"
-        raise errors.ConfigError("--adapter, --model", None, "are both missing", remedy)
     path = adapters[0].config.base_model_name_or_path
     if path is None:
         raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
     return path
+
+
+def check_copies(base: source.Source, attached: artefact.Attached) -> None:
+    """Raises ModelError if an adapter holds copies of the base's weights that differ from them."""
+    own = {}
+    for path in attached.base_weights:
+        values = base.read(attached.model.hf_names[path][0]).array.astype(np.float32)
+        is_transposed = attached.model.flat_infos[path].is_transposed
+        own[path] = jnp.asarray(values.T if is_transposed else values)
+    artefact.check_copies(attached, trees.unflatten(own))
 
 
 def check_fingerprints(
@@ -185,12 +256,9 @@ class Form(NamedTuple):
 
 def output_form(options: Options, hf_config: Mapping[str, Any]) -> Form:
     """The form that was asked for; by default the dtype of the base."""
-    is_gguf = options.output.endswith(".gguf")
-    if options.dtype == "q8_0" and not is_gguf:
-        raise errors.ConfigError("--dtype", "q8_0", "is a type of GGUF only", "write a .gguf file")
     stated = hf_config.get("dtype", hf_config.get("torch_dtype"))
     dtype = options.dtype or (stated if stated in _FLOATS else "float32")
-    if is_gguf:
+    if options.is_gguf:
         return Form(_FLOATS["float32"], _GGUF_NAMES[dtype])
     return Form(_FLOATS[dtype], None)
 
@@ -202,10 +270,7 @@ def _as_is(name: str, values: np.ndarray) -> np.ndarray:
 
 def _dequantised(options: Options, model: causal_lm.CausalLM) -> Base:
     """The base that training saw: quantised and dequantised again."""
-    q = _quantisation(options)
-    if q.tile_size is not None:
-        specs.check_tiles(model.infos, q.tile_size, q.skip)
-    infos = quant.quantised_infos(model.infos, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
+    infos = _quantised_infos(options, model)
     flat = trees.flatten(infos)
     paths = {name: path for path, names in model.hf_names.items() for name in names}
     rounded = jax.jit(
@@ -216,20 +281,27 @@ def _dequantised(options: Options, model: causal_lm.CausalLM) -> Base:
         like, info = flat[paths[name]], model.flat_infos[paths[name]]
         if not isinstance(like, qwix.QArray):
             return values
-        kernel = values.T if info.contracting == -2 else values
+        kernel = values.T if info.is_transposed else values
         result = np.asarray(rounded(kernel, like))
-        return result.T if info.contracting == -2 else result
+        return result.T if info.is_transposed else result
 
     return base
+
+
+def _quantised_infos(options: Options, model: causal_lm.CausalLM) -> trees.Tree:
+    """Declarations of the quantised base; errors name what says how it was quantised."""
+    q = _quantisation(options)
+    with cli.quant_options() if options.qtype is not None else contextlib.nullcontext():
+        quant.check_skip([p for p, leaf in model.flat_infos.items() if leaf.is_matrix], q.skip)
+        if q.tile_size is not None:
+            specs.check_tiles(model.infos, q.tile_size, q.skip)
+        return quant.quantised_infos(model.infos, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
 
 
 def _quantisation(options: Options) -> config.QuantConfig:
     """How the base was quantised: as the arguments say, or as the run that made the adapter."""
     if options.qtype is not None:
-        return config.QuantConfig(options.qtype, options.tile_size, options.skip)
-    if len(options.adapter) != 1:
-        what = "is missing: there is not one run that says how its base was quantised"
-        raise errors.ConfigError("--qtype", None, what, "set it, or use --onto=original")
+        return config.QuantConfig(options.qtype, options.tile_size, options.skipped)
     folder = pathlib.Path(options.adapter[0])
     if (folder / peft.CONFIG).exists():
         what = "is missing: a PEFT folder does not say how its base was quantised"
@@ -264,7 +336,12 @@ class Merged:
         self._adapters = adapters
         self._base = base
         self._form = form
-        self.survivals: list[Survival] = []
+        self._survivals: dict[str, Survival] = {}
+
+    @property
+    def survivals(self) -> list[Survival]:
+        """What is left of the update of every module that has been made so far."""
+        return list(self._survivals.values())
 
     @property
     def is_untied(self) -> bool:
@@ -313,7 +390,7 @@ class Merged:
             result = base + np.sum(np.stack(updates), axis=0, dtype=np.float32)
         written = self._form.cast(name, result)
         if kind == "weight":
-            self.survivals.append(_survival(module, base, result, self._form))
+            self._survivals[module] = _survival(module, base, result, self._form)
         return written
 
 
@@ -354,7 +431,7 @@ def write(options: Options, opened: builtin.Model, merged: Merged, form: Form) -
         merged.config(),
         merged.tensors(),
         companions=companions,
-        shard_bytes=options.shard_bytes,
+        shard_bytes=options.shard_bytes or hf_write.SHARD_BYTES,
     )
     rows = [survival._asdict() for survival in merged.survivals]
     report = pathlib.Path(options.output) / REPORT

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from purelora import config, info
+from purelora import config, info, targets
 from purelora import tree as trees
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -68,14 +68,16 @@ def transformation(cfg: config.OptimConfig, infos: trees.Tree) -> optax.Gradient
 def _rate_ratios(infos: trees.Tree, ratio: float) -> trees.Tree:
     """LoRA+ (Hayou et al. 2024): `ratio` for `lora_b` and for vectors, 1 for the rest.
 
-    The transformation holds no learning rate, so the factor of the rate is one of the update.
+    Adapters of the embedding keep the plain rate: there it is `lora_a` that begins at zero. The
+    transformation holds no learning rate, so the factor of the rate is one of the update.
     """
     flat = trees.flatten(infos)
     return trees.unflatten({p: ratio if _is_faster(p, leaf) else 1.0 for p, leaf in flat.items()})
 
 
 def _is_faster(path: str, leaf: info.ParamInfo) -> bool:
-    return path.endswith(".lora_b") or not leaf.is_matrix
+    of_embedding = path.startswith(f"{targets.EMBEDDING}.")
+    return (path.endswith(".lora_b") and not of_embedding) or not leaf.is_matrix
 
 
 def _scaled(ratios: trees.Tree) -> optax.GradientTransformation:

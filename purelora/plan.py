@@ -87,12 +87,12 @@ class Plan:
     @property
     def flops_per_token(self) -> float:
         """Operations per token of a training step."""
-        adapters = trees.flatten(self.trainable_infos) if self.config.lora.enabled else {}
-        adapters = {path: leaf for path, leaf in adapters.items() if leaf.is_matrix}
+        weights = self.model.flat_infos
+        trained = {p: i for p, i in trees.flatten(self.trainable_infos).items() if i.is_matrix}
         return flops.per_token(
-            self.model.flat_infos,
-            adapters,
-            trains_base=not self.config.lora.enabled,
+            weights,
+            {path: leaf for path, leaf in trained.items() if path not in weights},
+            trained_weights={path for path in trained if path in weights},
             attention_width=flops.attention_width(self.model.modules),
             length=self.config.max_length,
         )
@@ -101,7 +101,10 @@ class Plan:
         """Which modules are trained, and the trained share of all parameters."""
         adaptation = self.model.adaptation
         trained = lora.count(self.trainable_infos, adaptation.targets)
-        total = trained + trees.count(_plain(self.base_infos))
+        adapters = {p: i for p, i in trees.flatten(self.trainable_infos).items()
+                    if self.config.lora.enabled and p not in adaptation.full}  # fmt: skip
+        added = lora.count(trees.unflatten(adapters), adaptation.targets)
+        total = trees.count(_plain(self.model.infos)) + added
         share = f"{trained:,} of {total:,} parameters trained ({trained / total:.3%})"
         if not self.config.lora.enabled:
             return f"full fine-tuning: {share}"
@@ -156,7 +159,7 @@ def make(
     with errors.collected(problems):
         if settings.lora.enabled:
             model = model.adapted(settings.lora)
-            _check_factors(settings.lora, model)
+            _check_factors(settings, model)
     with errors.collected(problems):
         _check_quantised(settings.quant, model)
     if problems:
@@ -171,9 +174,9 @@ def make(
     return _checked(Plan(settings, model, mesh, base, trainable))
 
 
-def _check_factors(settings: config.LoraConfig, model: causal_lm.CausalLM) -> None:
+def _check_factors(settings: config.Config, model: causal_lm.CausalLM) -> None:
     """Raises ConfigError where a weight cannot be split into an adapter and a rest."""
-    init, problems = settings.init_lora_weights, []
+    init, problems = settings.lora.init_lora_weights, []
     if init not in ("pissa", "olora", "loftq"):
         return
     for path, target in model.adaptation.targets.items():
@@ -185,6 +188,10 @@ def _check_factors(settings: config.LoraConfig, model: causal_lm.CausalLM) -> No
         elif target.r > most:
             what = f"is more than the {most} singular values of {path}"
             problems.append(errors.Problem("lora.r", target.r, what, f"use at most {most}"))
+        elif init == "loftq" and quant.is_skipped(f"{path}.weight", settings.quant.skip):
+            what = f"makes up for the quantisation of {path}, which quant.skip leaves out"
+            remedy = "take it out of quant.skip, or exclude the module"
+            problems.append(errors.Problem("lora.init_lora_weights", init, what, remedy))
     if problems:
         raise errors.ConfigError.of(problems)
 

@@ -21,10 +21,14 @@ def saved_step(
     """The step to continue from, None for a fresh run; says what it passed over, and why.
 
     Raises:
-      CheckpointError: `checkpoint.resume` forbids what there is; or a run is there but not one of
-        its checkpoints is whole, and only its user can say that it shall begin anew.
+      CheckpointError: `checkpoint.resume` forbids what there is; a run is there but not one of its
+        checkpoints is whole, and only its user can say that it shall begin anew; or what another
+        version of purelora left is in the way.
     """
     mode, newest = settings.checkpoint.resume, checkpoints.newest_whole()
+    foreign = [passed.problem for passed in newest.passed_over if passed.is_foreign]
+    if foreign:
+        raise errors.CheckpointError.of(errors.first(foreign, settings.workdir))
     damaged = [passed.problem for passed in newest.passed_over if passed.is_damage]
     if mode == "never" and (newest.step is not None or damaged):
         raise errors.CheckpointError(

@@ -1,7 +1,8 @@
 """A purelora run, or one of its steps, as a model: what `model.path` may name beside files.
 
 A run that trains all weights is the model that it has made. A run with adapters is its frozen base,
-if its checkpoints hold that (`checkpoint.save_base`); `init_adapter` puts its adapters on top.
+if its checkpoints hold all of that (`checkpoint.save_base`); `init_adapter` puts its adapters on
+top. They do not hold the original of what was trained whole or that adapters were taken out of.
 """
 
 import dataclasses
@@ -73,7 +74,7 @@ class RunSource:
         """Reads the newest whole step of a run, or the step that `folder` is.
 
         Raises:
-          CheckpointError: it is damaged, or holds adapters without their base.
+          CheckpointError: it is damaged, or holds adapters without the whole of their base.
         """
         checkpoints, step = checkpoint.find(folder)
         meta = checkpoints.meta(step)
@@ -92,7 +93,7 @@ class RunSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
         return {
-            name: self._layout(path)[1]
+            name: self.model.flat_infos[path].file_shape
             for path in self.leaves
             for name in self.model.hf_names[path]
         }
@@ -102,11 +103,10 @@ class RunSource:
         places = {n: (p, i) for p in self.leaves for i, n in enumerate(self.model.hf_names[p])}
         source.check_name(self.path, name, places)
         path, index = places[name]
-        leaf, (is_stacked, _) = self.leaves[path], self._layout(path)
-        layer = jax.tree.map(lambda array: array[index], leaf) if is_stacked else leaf
+        leaf, declared = self.leaves[path], self.model.flat_infos[path]
+        layer = jax.tree.map(lambda array: array[index], leaf) if declared.is_stacked else leaf
         values = np.asarray(quant.dequantise(layer)).astype(np.float32)
-        array = values.T if self.model.flat_infos[path].contracting == -2 else values
-        array = np.ascontiguousarray(array)
+        array = np.ascontiguousarray(values.T if declared.is_transposed else values)
         return source.Tensor(array, source.digest("F32", array.shape, array))
 
     def in_layout(self, infos: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -115,13 +115,6 @@ class RunSource:
             return None
         fits = all(_fits(self.leaves[path], like) for path, like in infos.items())
         return {path: self.leaves[path] for path in infos} if fits else None
-
-    def _layout(self, path: str) -> tuple[bool, tuple[int, ...]]:
-        """Whether a leaf is a stack, and the shape of one of its tensors on disk."""
-        declared = self.model.flat_infos[path]
-        is_stacked = "layers" in declared.axes
-        shape = declared.shape[1:] if is_stacked else declared.shape
-        return is_stacked, shape[::-1] if declared.contracting == -2 else shape
 
 
 def _check_base(
@@ -136,6 +129,12 @@ def _check_base(
         init = meta["config"]["lora.init_lora_weights"]
         what = f"holds a base that its initial adapters were taken out of ({init})"
         raise errors.CheckpointError(where, None, what, f"set model.path={own}")
+    whole = sorted(meta["adaptation"]["full"])
+    if whole:
+        named = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if whole[3:] else "")
+        what = f"holds a base without the weights that were trained whole ({named})"
+        remedy = f"set model.path={own} and init_adapter={where}"
+        raise errors.CheckpointError(where, None, what, remedy)
 
 
 def _joined(

@@ -1,4 +1,4 @@
-"""A model and its adapters, loaded to speak: what the commands `generate` and `chat` share.
+"""A model and its adapters, loaded to generate text: what `generate` and `chat` share.
 
 The base is loaded once; every adapter is a small tree beside it.
 """
@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from purelora import artefact, assembly, errors, quant, sampling, specs
+from purelora import artefact, assembly, cli, errors, quant, run_model, sampling, specs
 from purelora import tree as trees
 from purelora.data import chat
-from purelora.io import builtin, load
+from purelora.io import load
 from purelora.io import tokenizer as tokenizers
 from purelora.models import causal_lm
 
@@ -81,9 +81,9 @@ class Voice(NamedTuple):
     """The model with one adapter, or with none.
 
     Attributes:
-      model: the model with the adapter's targets.
-      base: its frozen weights, without those that the adapter replaces.
-      trainable: the adapter's leaves.
+      model: the declarations, with the adapter's targets.
+      base: the frozen weights, without those that the adapter replaces.
+      trainable: the leaves of the adapter; empty for none.
     """
 
     model: causal_lm.CausalLM
@@ -96,11 +96,11 @@ class Speaker:
     """A loaded model.
 
     Attributes:
-      tokenizer: its tokenizer.
-      template: its chat template, None if it has none.
-      voices: `base` and the adapters, by name.
+      tokenizer: the tokenizer that came with the weights.
+      template: the chat template; None if the tokenizer has none.
+      voices: the model without an adapter (`base`) and with each of them, by name.
       dtype: dtype of the computation.
-      longest: most positions that the model was made for; None if it does not say.
+      longest: the largest number of positions that the model was made for; None if not stated.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -146,12 +146,12 @@ class Speaker:
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> errors.ConfigError:
-    """The error for a name that is neither `base` nor an adapter's."""
+    """The error for a name that is neither `base` nor that of an adapter."""
     return errors.ConfigError(where, name, "is no adapter", errors.nearest(name, known))
 
 
 def adapter_paths(arguments: Sequence[str]) -> dict[str, str]:
-    """`NAME=PATH` or `PATH`, which is called by its last part, as paths by name.
+    """Adapters' paths by name, from `NAME=PATH` or from `PATH`, whose last part is the name.
 
     Raises:
       ConfigError: an empty name or path, or a name that is taken.
@@ -179,7 +179,7 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
     Raises:
       ConfigError, ModelError, CheckpointError: a model, tile size or adapter that cannot be used.
     """
-    opened = builtin.open_model(options.model, progress=assembly.fetch_progress(say))
+    opened = run_model.open_model(options.model, progress=assembly.fetch_progress(say))
     config = opened.source.config
     model = causal_lm.from_hf(config, opened.source.path, dtype=options.dtype)
     infos = _infos(model, options)
@@ -213,20 +213,12 @@ def say(text: str) -> None:
 
 def _infos(model: causal_lm.CausalLM, options: ModelOptions) -> trees.Tree:
     """Declarations of the base; errors name the arguments, not the keys of a config."""
-    # As in configs/base.py: the embedding is looked up, and of a tied model it is the head.
-    skip = ("embed_tokens",)
-    try:
+    with cli.quant_options():
         if options.qtype != "none" and options.tile_size is not None:
-            specs.check_tiles(model.infos, options.tile_size, skip)
+            specs.check_tiles(model.infos, options.tile_size, cli.QUANT_SKIP)
         return quant.quantised_infos(
-            model.infos, qtype=options.qtype, tile_size=options.tile_size, skip=skip
+            model.infos, qtype=options.qtype, tile_size=options.tile_size, skip=cli.QUANT_SKIP
         )
-    except errors.ConfigError as error:
-        arguments = {"quant.qtype": "--qtype", "quant.tile_size": "--tile-size"}
-        raise errors.ConfigError.of(
-            dataclasses.replace(problem, where=arguments[problem.where])
-            for problem in error.problems
-        ) from error
 
 
 def _without(base: trees.Tree, trainable: trees.Tree) -> trees.Tree:

@@ -11,6 +11,7 @@
 
 import datetime
 import json
+import os
 import pathlib
 import platform
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from purelora import artefact, assembly, errors, run_model
+from purelora import artefact, assembly, config, errors, reporting, run_model
 from purelora.io import hf_write, peft
 
 STORY = "run.json"
@@ -28,6 +29,25 @@ ADAPTER = "adapter"
 CARD = "README.md"
 _PACKAGES = ("purelora", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
 _GIT_SECS = 10
+
+
+def check_adapter_folder(settings: config.Config) -> None:
+    """Raises ConfigError if the run's last adapter would take the place of something of the user's.
+
+    What a run of purelora wrote there is replaced; anything else is not.
+    """
+    folder = os.path.join(settings.workdir, ADAPTER)
+    if not settings.lora.enabled or not os.path.lexists(folder):
+        return
+    source = settings.init_adapter
+    if source is not None and os.path.realpath(os.path.expanduser(source)) == (
+        os.path.realpath(folder)
+    ):
+        what = f"is {folder}, which the run would replace"
+        raise errors.ConfigError("init_adapter", source, what, "choose another workdir")
+    if os.path.islink(folder) or not peft.is_own(folder):
+        what = f"holds {folder}, which no run of purelora wrote and this one would replace"
+        raise errors.ConfigError("workdir", settings.workdir, what, "choose another, or move it")
 
 
 def begin(run: assembly.Run, first_step: int) -> None:
@@ -59,12 +79,19 @@ def begin(run: assembly.Run, first_step: int) -> None:
 
 
 def _entries(path: pathlib.Path) -> list[Any]:
-    """What run.json holds; a damaged one is begun anew, since nothing depends on it."""
+    """What run.json holds; nothing depends on it, so a damaged one is set aside and begun anew."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return []
-    return found if isinstance(found, list) else []
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return found
+    old = path.with_name(path.name + ".old")
+    path.replace(old)
+    reporting.say(f"{path}: is damaged, and is begun anew; what it held is in {old.name}")
+    return []
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
@@ -108,7 +135,8 @@ def git_state() -> dict[str, Any] | None:
 def finish(run: assembly.Run, step: int) -> pathlib.Path | None:
     """Writes the adapter of the run's last step beside its checkpoints; None if it has none.
 
-    What was written is read back and must hold the same bits.
+    What was written is read back and must hold the same bits; then it takes the place of what was
+    there. A kill on the way leaves what `finish_once` does not take for the adapter of this step.
 
     Raises:
       ModelError: it cannot be written, or does not read back.
@@ -117,18 +145,47 @@ def finish(run: assembly.Run, step: int) -> pathlib.Path | None:
         return None
     folder = pathlib.Path(run.settings.workdir) / ADAPTER
     adapter = artefact.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
-    if folder.is_dir():
-        shutil.rmtree(folder)
-    meta = run.checkpoints.meta(step)
-    write_adapter(str(folder), adapter, meta)
-    artefact.check_equal(peft.read(str(folder)), adapter)
+    new = folder.with_name(f"{ADAPTER}.new")
+    try:
+        _remove(new)
+        write_adapter(str(new), adapter, run.checkpoints.meta(step))
+        artefact.check_equal(peft.read(str(new)), adapter)
+        _remove(folder)
+        new.rename(folder)
+    except OSError as error:
+        what, remedy = f"cannot be written: {error}", "free some space, or check the permissions"
+        raise errors.ModelError(str(folder), None, what, remedy) from error
     return folder
 
 
-def finish_once(run: assembly.Run, step: int) -> None:
-    """`finish`, unless it has been done: for a run that was killed after its last save."""
-    if not (pathlib.Path(run.settings.workdir) / ADAPTER).exists():
-        finish(run, step)
+def _remove(path: pathlib.Path) -> None:
+    """Deletes a folder, or what else there may be by its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def finish_once(run: assembly.Run, step: int) -> pathlib.Path | None:
+    """`finish`, unless that has been done for this very step: returns the folder if it is new.
+
+    For a run that was killed after its last save. What it finds may be the adapter of a step before
+    that, or half of one.
+    """
+    if run.meta["adaptation"] is None or _is_adapter_of(run, step):
+        return None
+    return finish(run, step)
+
+
+def _is_adapter_of(run: assembly.Run, step: int) -> bool:
+    """Whether the folder of the adapter is whole, and holds the values of `step`."""
+    folder = pathlib.Path(run.settings.workdir) / ADAPTER
+    wanted = artefact.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
+    try:
+        artefact.check_equal(peft.read(str(folder)), wanted)
+    except errors.ModelError:
+        return False
+    return True
 
 
 def write_adapter(folder: str, adapter: peft.Adapter, meta: Mapping[str, Any]) -> None:

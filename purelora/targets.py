@@ -35,7 +35,7 @@ class AdaptableModule:
 
     @property
     def is_stacked(self) -> bool:
-        return len(self.weight.shape) > 2
+        return self.weight.is_stacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,9 @@ def resolve(
     if problems:
         raise errors.ConfigError.of(problems)
     found = Adaptation(targets, full, settings.trainable_token_indices)
-    _check_conflicts(found, leaves)
+    problems = conflicts(found, is_tied=f"{HEAD}.weight" not in leaves)
+    if problems:
+        raise errors.ConfigError.of(problems)
     return found
 
 
@@ -115,13 +117,11 @@ def matches(pattern: str | Sequence[str], name: str) -> bool:
     return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
 
 
-# A key of `rank_pattern` and `alpha_pattern`: a regex for the end of a name, from a dot on.
-PATTERN = r"(.*\.)?({})$"
-
-
 def pattern_key(patterns: Iterable[str], name: str) -> str | None:
     """PEFT's lookup in `rank_pattern` and `alpha_pattern`: the first key that matches counts."""
-    return next((key for key in patterns if re.match(PATTERN.format(key), name)), None)
+    return next(
+        (key for key in patterns if re.match(config.MODULE_PATTERN.format(key), name)), None
+    )
 
 
 def pattern_value(pattern: Mapping[str, float], name: str, default: float) -> float:
@@ -155,9 +155,6 @@ def _targets(
         picked = tuple(module.names[i] for i in chosen)
         ranks, scalings = zip(*(rank_and_scaling(settings, name) for name in picked), strict=True)
         is_embedding = module.kind == "embedding"
-        if is_embedding and settings.use_dora:
-            what = "does not go with adapters on the embedding"
-            raise errors.ConfigError("lora.use_dora", True, what, f"exclude {picked[0]}")
         layers = tuple(chosen) if module.is_stacked else ()
         targets[path] = Target(layers, picked, ranks, scalings, is_embedding, settings.use_dora)
     if not targets and settings.layers_to_transform is not None:
@@ -274,24 +271,33 @@ def _check_token_ids(settings: config.LoraConfig, modules: Mapping[str, Adaptabl
         raise errors.ConfigError.of(problems)
 
 
-def _check_conflicts(found: Adaptation, leaves: Mapping[str, Sequence[str]]) -> None:
-    """Raises ConfigError where one weight would be trained in two ways."""
-    table_is_full = f"{EMBEDDING}.weight" in found.full
-    is_tied = f"{HEAD}.weight" not in leaves
-    if found.token_ids and table_is_full:
-        what = "are rows of a table that modules_to_save trains whole"
-        raise errors.ConfigError(
-            "lora.trainable_token_indices", found.token_ids, what, "leave one of the two out"
-        )
+def conflicts(found: Adaptation, *, is_tied: bool) -> list[errors.Problem]:
+    """Where one weight would be trained in two ways, or in one that has no meaning."""
+    tokens, table = "lora.trainable_token_indices", f"{EMBEDDING}.weight" in found.full
     doubled = [path for path in (EMBEDDING, HEAD) if path in found.targets]
+    head = found.targets.get(HEAD)
+    problems: list[errors.Problem] = []
+
+    def add(where: str, value: object, what: str, remedy: str) -> None:
+        problems.append(errors.Problem(where, value, what, remedy))
+
+    if found.token_ids and table:
+        what = "are rows of a table that modules_to_save trains whole"
+        add(tokens, found.token_ids, what, "leave one of the two out")
     if found.token_ids and EMBEDDING in found.targets:
         what = "does not go with adapters on the embedding"
-        raise errors.ConfigError(
-            "lora.trainable_token_indices", found.token_ids, what, "leave one of the two out"
-        )
-    if is_tied and table_is_full and doubled:
+        add(tokens, found.token_ids, what, "leave one of the two out")
+    if found.token_ids and is_tied and head is not None and head.use_dora:
+        what = "changes the norms that DoRA's magnitudes on the tied head are of"
+        add(tokens, found.token_ids, what, f"leave one of the two out, or exclude {HEAD}")
+    if is_tied and table and doubled:
         what = f"trains the tied table, which {doubled[0]} has an adapter on too"
-        raise errors.ConfigError("lora.modules_to_save", EMBEDDING, what, "leave one of them out")
+        add("lora.modules_to_save", EMBEDDING, what, "leave one of them out")
+    if EMBEDDING in found.targets and found.targets[EMBEDDING].use_dora:
+        name = found.targets[EMBEDDING].names[0]
+        what = "does not go with adapters on the embedding"
+        add("lora.use_dora", True, what, f"exclude {name}")
+    return problems
 
 
 def _check_patterns(settings: config.LoraConfig, names: Sequence[str]) -> None:

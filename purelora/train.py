@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     settings, flags = cli.parse(argv, flags=("plan",))
     if "plan" not in flags:
         reporting.check_workdir(settings)
+        story.check_adapter_folder(settings)
     cache = compilation.use_cache(settings.compile_cache)
     model, run_plan = assembly.open_and_plan(settings, reporting.say)
     if "plan" in flags:
@@ -46,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     run, start = assembly.build(model, run_plan, reporting.say)
     if int(start.step) >= run.total_steps:
         reporting.say(f"complete: {settings.workdir} is at step {int(start.step)} already")
-        story.finish_once(run, int(start.step))
+        written = story.finish_once(run, int(start.step))
+        if written is not None:
+            reporting.say(f"its adapter was missing or of another step: written to {written}")
         return 0
     with (
         signals.catch() as stop,

@@ -13,8 +13,6 @@ import numpy as np
 
 Tree = dict[str, Any]
 
-_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2}
-
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{'a': {'b': 1}}` -> `{'a.b': 1}`, in the tree's own order."""
@@ -68,9 +66,8 @@ def map_leaves(function: Callable[..., Any], tree: Mapping[str, Any], *rest: Any
 
 
 def leaf_bytes(array: Any) -> int:
-    """Bytes of one array (or anything with shape and dtype), by bits: four for an int4 element."""
-    bits = _BITS.get(np.dtype(array.dtype).name, np.dtype(array.dtype).itemsize * 8)
-    return -(-int(np.prod(array.shape, dtype=np.int64)) * bits // 8)
+    """Bytes of one array, or of anything with shape and dtype."""
+    return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
 
 
 def bytes_by_dtype(tree: Any) -> dict[str, int]:

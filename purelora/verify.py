@@ -5,7 +5,7 @@
 
 --config=FILE, --config.KEY=VALUE   the run, as for purelora.train; its workdir is not touched
 --kills=3            how many times to kill it, in steps, saves, evals and while it compiles
---seed=0             of the moments
+--seed=0             of the random numbers that say when it is killed
 --workdir=FOLDER     an empty or new folder for the two runs; else one is made for the time of it
 
 The run is made once unbroken and once killed with SIGKILL and started again, with the same command.

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import artefact, lora
+from purelora import artefact, errors, lora
 from purelora import tree as trees
 from purelora.io import peft as peft_io
+from purelora.io import peft_config
 from purelora.models import causal_lm
 
 FINGERPRINT = "f" * 64
@@ -31,6 +32,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ("embed_tokens", "v_proj")},
     "norms": {"target_modules": ("v_proj",), "modules_to_save": ("input_layernorm",)},
     "tokens": {"target_modules": ("v_proj",), "trainable_token_indices": (5, 2)},
+    "tokens and head": {
+        "target_modules": ("v_proj", "lm_head"),
+        "trainable_token_indices": (5, 2),
+    },
     "all biases": {"target_modules": ("q_proj", "down_proj"), "bias": "all"},
     "own biases": {"target_modules": ("q_proj",), "bias": "lora_only"},
 }
@@ -219,3 +224,97 @@ def torch_logits(model) -> np.ndarray:
     torch = pytest.importorskip("torch")
     with torch.no_grad():
         return model.eval()(torch.tensor(tiny.tokens(3, 9)).long()).logits.numpy()
+
+
+def folder_of(tmp_path: pathlib.Path, config: dict[str, Any], modules: dict[str, Any]) -> str:
+    settings = peft_config.AdapterConfig(r=4, lora_alpha=8.0, **config)
+    peft_io.write(str(tmp_path / "a"), peft_io.Adapter("a", settings, modules, None))
+    return str(tmp_path / "a")
+
+
+def pair(out: int, into: int) -> dict[str, np.ndarray]:
+    return {"lora_A": np.ones((4, into), np.float32), "lora_B": np.ones((out, 4), np.float32)}
+
+
+EMBEDDING_PAIR = {
+    "lora_embedding_A": np.ones((4, tiny.VOCAB), np.float32),
+    "lora_embedding_B": np.ones((32, 4), np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "message"),
+    [
+        (
+            {"target_modules": ("embed_tokens",), "ensure_weight_tying": True},
+            {"model.embed_tokens": EMBEDDING_PAIR},
+            "has an adapter that lm_head shares",
+        ),
+        (
+            {"target_modules": ("embed_tokens",), "use_dora": True},
+            {"model.embed_tokens": EMBEDDING_PAIR
+             | {"lora_magnitude_vector": np.ones(32, np.float32)}},
+            "use_dora = True: does not go with adapters on the embedding",
+        ),
+        (
+            {"target_modules": ("lm_head",), "use_dora": True,
+             "trainable_token_indices": {"embed_tokens": (1,)}},
+            {"lm_head": pair(tiny.VOCAB, 32)
+             | {"lora_magnitude_vector": np.ones(tiny.VOCAB, np.float32)},
+             "model.embed_tokens": {"trainable_tokens": np.ones((1, 32), np.float32)}},
+            "changes the norms that DoRA's magnitudes",
+        ),
+        (
+            {"target_modules": ("q_proj",)},
+            {f"model.layers.{i}.self_attn.q_proj": pair(32, 32) for i in range(2)},
+            "layers.2.self_attn.q_proj: is a target of the adapter, which has no tensors",
+        ),
+        (
+            {"target_modules": ("q_proj",)},
+            {f"model.layers.{i}.self_attn.q_proj": pair(32, 24) for i in range(3)},
+            r"has shape \[4, 24\], but this model makes it \[4, 32\]",
+        ),
+        (
+            {"target_modules": ("q_proj",), "trainable_token_indices": {"embed_tokens": (1, 99)}},
+            {"model.embed_tokens": {"trainable_tokens": np.ones((2, 32), np.float32)},
+             **{f"model.layers.{i}.self_attn.q_proj": pair(32, 32) for i in range(3)}},
+            "has the row of token 99, the base has 64 rows",
+        ),
+        (
+            {"target_modules": ("q_proj",), "alpha_pattern": {"q_proj": 1e300}},
+            {f"model.layers.{i}.self_attn.q_proj": pair(32, 32) for i in range(3)},
+            "which float32 cannot hold",
+        ),
+        (
+            {"target_modules": ("q_proj",), "modules_to_save": ("lm_head",)},
+            {"lm_head": {"weight": np.ones((tiny.VOCAB, 32), np.float32)},
+             **{f"model.layers.{i}.self_attn.q_proj": pair(32, 32) for i in range(3)}},
+            "lm_head: is trained apart from its twin",
+        ),
+    ],
+)  # fmt: skip
+def test_what_this_model_cannot_compute_is_refused(tmp_path, config, modules, message):
+    adapter = artefact.open_adapter(folder_of(tmp_path, config, modules))
+    with pytest.raises(errors.ModelError, match=message):
+        artefact.attach(adapter, tiny.model(), base_fingerprint=None)
+
+
+@pytest.mark.parametrize("name", ["plain", "norms", "rank_pattern", "dora in some layers"])
+def test_a_model_of_one_layer_is_a_stack_of_one(tmp_path, name):
+    plain = tiny.model(num_hidden_layers=1)
+    changes = {
+        "norms": {"modules_to_save": ("k_proj", "input_layernorm")},
+        "rank_pattern": {"rank_pattern": {"k_proj": 2}},
+        "dora in some layers": {"use_dora": True},
+    }.get(name, {})
+    settings = tiny.lora_config(**{"target_modules": ("q_proj", "v_proj", "k_proj")} | changes)
+    m = plain.adapted(settings)
+    leaves = trained(m, tiny.weights(plain))
+    known = artefact.record(m, settings, "tiny")
+    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
+    assert all(array.ndim <= 2 for kinds in adapter.modules.values() for array in kinds.values())
+    peft_io.write(str(tmp_path / "a"), adapter)
+    read = artefact.open_adapter(str(tmp_path / "a"))
+    back = artefact.attach(read, plain, base_fingerprint=None)
+    for path, array in leaves.items():
+        np.testing.assert_array_equal(trees.flatten(back.trainable)[path], array, err_msg=path)

@@ -276,12 +276,118 @@ def test_incomplete_steps_do_not_count_and_can_be_saved_again(
     assert newest.step == 5
     assert named == [str(left), *(str(folder / str(step)) for step in (12, 11, 7, 6))]
     assert not any(passed.is_damage for passed in newest.passed_over)
+    removed = [p.problem.where for p in newest.passed_over if "removes it" in p.problem.remedy]
+    assert removed == [str(left), *(str(folder / str(step)) for step in (11, 7, 6))]
 
     checkpoints.save(6, trained, META)
     assert checkpoints.steps() == [5, 6]
     assert _bits(checkpoints.restore(6, _like(trained, _mesh(1)))) == _bits(trained)
-    assert not left.exists()
-    assert (folder / "best").exists() and (folder / "7").exists()
+    # What was promised, and no more.
+    assert sorted(path.name for path in folder.iterdir()) == ["12", "5", "6", "best"]
+
+
+def _unfinish(path: Path, meta: str | None) -> None:
+    """Takes a step's manifest away, and gives it another meta, or none."""
+    (path / manifest.NAME).unlink()
+    if meta is None:
+        shutil.rmtree(path / "meta")
+    else:
+        (path / "meta" / "metadata").write_text(meta)
+
+
+@pytest.mark.parametrize(
+    ("meta", "is_foreign"),
+    [
+        ('{"format": 1, "config": {}}', False),
+        ("", False),  # What a failure of the machine can leave.
+        ("\0" * 40, False),
+        ('{"config": {}}', True),
+        ('{"format": 2, "config": {}}', True),
+        ("[1]", True),
+        (None, True),
+    ],
+    ids=["ours", "empty", "zeros", "no format", "another format", "no table", "no meta"],
+)
+def test_what_another_version_left_is_told_from_a_killed_save(
+    checkpoints: checkpoint.Checkpoints,
+    trained: state.TrainState,
+    tmp_path: Path,
+    meta: str | None,
+    is_foreign: bool,
+) -> None:
+    checkpoints.save(5, trained, META)
+    checkpoints.save(7, trained, META)
+    path = tmp_path / "checkpoints" / "7"
+    _unfinish(path, meta)
+    (passed,) = checkpoints.newest_whole().passed_over
+    assert (passed.is_damage, passed.is_foreign) == (False, is_foreign)
+    checkpoints.save(6, trained, META)
+    assert path.exists() == is_foreign
+    if is_foreign:
+        error = _refused(lambda: checkpoints.save(7, trained, META))
+        assert f"{path}: is no checkpoint that this version" in str(error)
+        assert "another workdir, or delete" in str(error) and (path / "state").exists()
+    else:
+        checkpoints.save(7, trained, META)
+        assert checkpoints.steps() == [5, 6, 7]
+
+
+def test_find_names_what_another_version_left(
+    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+) -> None:
+    checkpoints.save(5, trained, META)
+    _unfinish(tmp_path / "checkpoints" / "5", "{}")
+    error = _refused(lambda: checkpoint.find(tmp_path))
+    assert f"{tmp_path / 'checkpoints' / '5'}: is no checkpoint that this version" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"), [(None, "has no format number, this"), (9, "is of format 9, this")]
+)
+def test_a_step_of_another_format_is_not_read(
+    checkpoints: checkpoint.Checkpoints,
+    trained: state.TrainState,
+    tmp_path: Path,
+    found: int | None,
+    message: str,
+) -> None:
+    checkpoints.save(5, trained, META)
+    path = tmp_path / "checkpoints" / "5"
+    file = path / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    assert meta.pop("format") == checkpoint.FORMAT
+    file.write_text(json.dumps(meta if found is None else {**meta, "format": found}))
+    (path / manifest.NAME).unlink()
+    manifest.write(path)
+    for read in (
+        lambda: checkpoints.meta(5),
+        lambda: checkpoints.check_fits(5, _like(trained, _mesh(1)), META, ()),
+        lambda: checkpoint.find(path),
+    ):
+        error = _refused(read)
+        assert f"{path}: was written by another version of purelora: it {message}" in str(error)
+        assert f"reads {checkpoint.FORMAT}" in str(error)
+
+
+def test_a_name_with_zeros_before_it_is_no_step(
+    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints" / "007").mkdir(parents=True)
+    checkpoints.save(5, trained, META)
+    assert checkpoints.newest_whole() == (5, ())
+    assert (tmp_path / "checkpoints" / "007").exists()
+
+
+def test_a_folder_that_is_only_read_costs_no_thread_and_one_filter(
+    trained: state.TrainState, tmp_path: Path
+) -> None:
+    _opened(tmp_path, last=3).save(5, trained, META)
+    before = list(logging.getLogger("absl").filters)
+    for _ in range(3):
+        found, step = checkpoint.find(tmp_path)
+        assert found.meta(step)["position"] == 3 and found._thread is None
+        found.close()
+    assert logging.getLogger("absl").filters == before
 
 
 def test_a_complete_step_is_never_replaced(
@@ -402,13 +508,12 @@ def test_settings_fingerprints_and_leaves_are_in_one_error(
 
 
 def _base() -> dict[str, Any]:
-    """A frozen base with every dtype that one can have, and odd numbers of 4-bit values."""
+    """A frozen base with every dtype that one can have."""
     codes = jnp.arange(-7, 8).reshape(3, 5)
     return {
         "layers": {
             "w": {"qvalue": codes.astype(jnp.int8), "scale": jnp.ones((1, 5), jnp.float32)},
-            "i4": jnp.clip(codes, -8, 7).astype(jnp.int4),
-            "u4": (codes + 8).astype(jnp.uint4),
+            "u8": (codes + 8).astype(jnp.uint8),
             "f8": codes.astype(jnp.float8_e4m3fn),
         },
         "embed": codes.astype(jnp.bfloat16),
@@ -431,12 +536,12 @@ def test_extras_are_as_strict_as_the_state(
 ) -> None:
     base = _base()
     checkpoints.save(5, trained, META, {"base": base})
-    other = {**base, "layers": {**base["layers"], "u4": base["layers"]["i4"]}, "new": base["embed"]}
+    other = {**base, "layers": {**base["layers"], "u8": base["layers"]["f8"]}, "new": base["embed"]}
     error = _refused(lambda: checkpoints.restore_extra(5, "base", _like(other, _mesh(1))))
     head, *leaves = map(str, error.problems)
     assert "2 leaves of the base" in head
     assert leaves == [
-        "layers.u4: saved uint4[3, 5], wanted int4[3, 5]",
+        "layers.u8: saved uint8[3, 5], wanted float8_e4m3fn[3, 5]",
         "new: saved absent, wanted bfloat16[3, 5]",
     ]
     error = _refused(lambda: checkpoints.restore_extra(5, "initial", {}))
@@ -450,12 +555,10 @@ def test_leaves_are_read_without_knowing_them(
     checkpoints.save(5, trained, META, {"base": base})
     read = checkpoints.leaves(5, "base")
     assert read.keys() == {
-        "layers.w.qvalue", "layers.w.scale", "layers.i4", "layers.u4", "layers.f8", "embed",
+        "layers.w.qvalue", "layers.w.scale", "layers.u8", "layers.f8", "embed",
     }  # fmt: skip
-    assert read["layers.u4"].dtype == jnp.uint4 and read["layers.i4"].dtype == jnp.int4
-    np.testing.assert_array_equal(
-        read["layers.i4"].astype(np.int8), np.asarray(base["layers"]["i4"]).astype(np.int8)
-    )
+    assert read["layers.u8"].dtype == np.uint8
+    np.testing.assert_array_equal(read["layers.u8"], base["layers"]["u8"])
     adapters = checkpoints.leaves(5, "state", "trainable.")
     assert adapters.keys() == {f"trainable.layers.q_proj.lora_{n}" for n in "ab"}
     lora_a = trained.trainable["layers"]["q_proj"]["lora_a"]

@@ -4,11 +4,12 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
+import typing
 from typing import Literal
 
 import pytest
 
-from purelora import cli, errors
+from purelora import adapters, chat, cli, errors, export, generate, merge, verify
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -70,7 +71,7 @@ def test_value_may_follow_as_the_next_argument():
         (["--lora.r=3"], r"write --config\.lora\.r"),
         (["--learning_rate=3"], r"--config\.KEY=VALUE sets a key; here it is optim"),
         (["--plann"], r"did you mean --plan\?"),
-        (["--config.lora.r=0"], r"lora\.r = 0: must be at least 1"),
+        (["--config.lora.r=0"], r"lora\.r = 0: must be "),
         (["--config.lora.lora_alpha=0"], r"lora\.lora_alpha = 0\.0: makes the scaling"),
         (["--config.optim.learning_rate=nan"], r"optim\.learning_rate = nan: must be a float32"),
     ],
@@ -200,6 +201,66 @@ def test_all_problems_of_options_are_reported_at_once():
         cli.options(Options, ["--promt=x", "--tile-size=x", "--raw=1", "--output"])
     where = [problem.where for problem in caught.value.problems]
     assert sorted(where) == ["--model", "--output", "--promt", "--raw", "--tile-size"]
+
+
+def test_paths_take_the_home_of_the_user(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Paths:
+        output: str
+        adapter: tuple[str, ...]
+        model: str | None = None
+        run: str | None = None
+        prompts_file: str | None = None
+        system: str | None = None
+
+    monkeypatch.setenv("HOME", "/home/me")
+    names = ("output", "model", "run", "prompts-file", "system")
+    arguments = [f"--{name}=~/x" for name in names]
+    adapters = ["--adapter=~/a", "--adapter=b=~/b", "--adapter=./~/c=d", "--adapter=smollm2-135m"]
+    found = cli.options(Paths, [*arguments, *adapters])
+    home = "/home/me"
+    assert found == Paths(
+        output=f"{home}/x",
+        adapter=(f"{home}/a", f"b={home}/b", "./~/c=d", "smollm2-135m"),
+        model=f"{home}/x",
+        run=f"{home}/x",
+        prompts_file=f"{home}/x",
+        system="~/x",
+    )
+    with pytest.raises(errors.ConfigError, match="/home/me/nonsuch.py"):
+        cli.parse(["--config=~/nonsuch.py"], flags=())
+
+
+def test_every_text_of_a_command_is_a_path_or_known_not_to_be_one():
+    texts = {"prompt", "skip", "system", "use", "weight"}
+    found = set()
+    for command in (adapters, chat, export, generate, merge, verify):
+        for name, kind in typing.get_type_hints(command.Options).items():
+            is_text = "str" in str(kind) or kind is str
+            found |= {name} if is_text else set()
+    assert found == texts | cli.PATHS
+
+
+def test_a_list_may_be_absent():
+    @dataclasses.dataclass(frozen=True)
+    class Lists:
+        skip: tuple[str, ...] | None = None
+
+    assert cli.options(Lists, []).skip is None
+    assert cli.options(Lists, ["--skip=a,b", "--skip="]).skip == ("a,b", "")
+
+
+def test_numbers_that_are_given_several_times():
+    assert cli.numbers("--weight", ["2", "-0.5", "1e-3"]) == [2.0, -0.5, 1e-3]
+    with pytest.raises(errors.ConfigError) as caught:
+        cli.numbers("--weight", ["x", "1", "nan", "-inf"])
+    assert [(p.where, p.value) for p in caught.value.problems] == [
+        ("--weight", "x"), ("--weight", "nan"), ("--weight", "-inf")
+    ]  # fmt: skip
+
+
+def test_the_default_of_what_stays_unquantised_is_that_of_training():
+    assert cli.QUANT_SKIP == parsed().quant.skip
 
 
 def test_the_command_prints_errors_without_traceback_and_exits_2(tmp_path):

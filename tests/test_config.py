@@ -73,7 +73,7 @@ def test_a_good_config():
          "batch_size = 10: is not a multiple of accum_steps = 4; use 8 or 12"),
         ({"batch_size": 2, "accum_steps": 4},
          "batch_size = 2: is not a multiple of accum_steps = 4; use 4"),
-        ({"lora__r": 0}, "lora.r = 0: must be at least 1 with LoRA on; 8 and 16 are usual"),
+        ({"lora__r": 0}, "lora.r = 0: must be from 1 to 65536; 8 and 16 are usual"),
         ({"lora__lora_alpha": 0}, "lora.lora_alpha = 0.0: makes the scaling alpha / r zero or not"),
         ({"lora__lora_alpha": math.nan}, "lora.lora_alpha = nan: makes the scaling"),
         ({"lora__target_modules": []},
@@ -221,3 +221,45 @@ def test_errors_of_one_and_of_many_problems():
     two = errors.ModelError.of([one.problems[0], errors.Problem("b", None, "is missing", "")])
     assert str(two) == f"{one}\nb: is missing"
     assert isinstance(two, errors.UserError) and len(two.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("init_lora_weights", "pissa"),
+        ("rank_pattern", {"q_proj": 2}),
+        ("alpha_pattern", {"q_proj": 2.0}),
+        ("lora_dropout", 0.5),
+        ("modules_to_save", ("lm_head",)),
+        ("trainable_token_indices", (1,)),
+        ("bias", "all"),
+        ("layers_to_transform", (0,)),
+        ("exclude_modules", ("q_proj",)),
+    ],
+)
+def test_keys_of_adapters_have_no_effect_without_them(key, value):
+    nested = raw()
+    nested["lora"] |= {"enabled": False, key: value}
+    with pytest.raises(errors.ConfigError, match=rf"lora\.{key} = .*has no effect with lora.enabled"):
+        config.parse(nested)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("r", 2**40, r"lora\.r = 1099511627776: must be from 1 to 65536"),
+        ("rank_pattern", {"q_proj": 2**40}, r"rank_pattern\['q_proj'\] = 1099511627776: must be at"),
+        ("alpha_pattern", {"q_proj": 10**400}, r"alpha_pattern\['q_proj'\].*must be above 0"),
+        ("layers_to_transform", (1, 1), r"layers_to_transform = 1: is listed twice"),
+        ("layers_to_transform", (-1,), r"layers_to_transform = -1: is not the number of a layer"),
+        ("layers_to_transform", (), r"layers_to_transform = \(\): names no layer"),
+        ("trainable_token_indices", (3, 3), r"trainable_token_indices = 3: is listed twice"),
+    ],
+)
+def test_adapter_settings_out_of_range(key, value, message):
+    nested = raw()
+    nested["lora"] |= {key: value}
+    with pytest.raises(errors.ConfigError, match=message):
+        config.parse(nested)

@@ -42,7 +42,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     """Whole steps 5 and 10, 10 with a base."""
     opened = checkpoint.Checkpoints(tmp_path / "run", KEEP, in_background=False)
     opened.save(5, _state(5), {"config": {}})
-    opened.save(10, _state(10), {"config": {}}, {"base": {"w": jnp.arange(5).astype(jnp.uint4)}})
+    opened.save(10, _state(10), {"config": {}}, {"base": {"w": jnp.arange(5).astype(jnp.uint8)}})
     opened.close()
     return tmp_path / "run"
 
@@ -214,6 +214,37 @@ def test_killed_saves_alone_are_no_reason_to_stop(finished, tmp_path, capsys):
     (workdir / "checkpoints" / "4" / manifest.NAME).unlink()
     assert _run(workdir, "--config.steps=3", "--config.checkpoint.resume=must") == 0
     assert "resuming from step 2" in capsys.readouterr().out
+
+
+def _unfinish(step: pathlib.Path, **changes: object) -> None:
+    """Makes a step what a kill leaves before its manifest is there, or another version's."""
+    (step / manifest.NAME).unlink()
+    file = step / "meta" / "metadata"
+    meta = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in meta.items() if value is not None}))
+
+
+def test_a_first_save_that_was_killed_begins_anew_by_itself(finished, tmp_path, capsys):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "4")
+    _unfinish(workdir / "checkpoints" / "2")
+    assert _run(workdir, "--config.steps=1") == 0
+    assert "2: is not a complete checkpoint: its save was killed" in capsys.readouterr().out
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "must", "never"])
+def test_steps_of_another_version_are_not_begun_over(finished, tmp_path, mode):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    for step in ("2", "4"):
+        _unfinish(workdir / "checkpoints" / step, format=None)
+    with pytest.raises(errors.CheckpointError) as caught:
+        _run(workdir, "--config.steps=1", f"--config.checkpoint.resume={mode}")
+    folders = [str(workdir / "checkpoints" / step) for step in ("4", "2")]
+    assert [problem.where for problem in caught.value.problems] == folders
+    assert "this version of purelora" in str(caught.value)
+    assert "choose another workdir, or delete it" in str(caught.value)
+    assert (workdir / "checkpoints" / "2" / "state").is_dir()
 
 
 def test_a_disk_without_room_is_found_before_anything_is_written(folder, monkeypatch):

@@ -11,6 +11,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_train
 import tiny
 
 from purelora import artefact, chat, compilation, errors, generate, speaker
@@ -363,6 +364,50 @@ def test_an_adapter_of_another_base_is_refused(tmp_path, capsys):
     peft.write(str(tmp_path / "b"), other)
     with pytest.raises(errors.ModelError, match="was trained on another base"):
         run(capsys, "--prompt=x", f"--adapter={tmp_path / 'b'}")
+
+
+def a_run(folder: pathlib.Path, *arguments: str) -> str:
+    """A finished run of few steps of the tiny model."""
+    options = (f"--config.workdir={folder}", "--config.steps=2", *arguments)
+    assert test_train.run(folder, *options) == 0
+    return str(folder)
+
+
+def test_a_run_is_a_model(capsys, tmp_path):
+    """One that trained all weights, and one that holds its base, with its own adapter on top."""
+    full = ("--config.lora.enabled=False", "--config.quant.qtype=none")
+    whole = a_run(tmp_path / "whole", *full, "--config.optim.learning_rate=0.1")
+    on_base = a_run(tmp_path / "lora", "--config.checkpoint.save_base=True")
+    few = ["--max-new-tokens=6", "--prompt=Hello"]
+    capsys.readouterr()
+    said = {}
+    for name, arguments in {
+        "whole": [f"--model={whole}"],
+        "base": [f"--model={on_base}"],
+        "adapted": [f"--model={on_base}", f"--adapter={on_base}"],
+    }.items():
+        assert generate.main([*arguments, *few]) == 0
+        said[name] = capsys.readouterr().out
+    assert len({*said.values()}) > 1
+    with pytest.raises(errors.ModelError, match="was trained on another base"):
+        generate.main([f"--model={whole}", f"--adapter={on_base}", *few])
+
+
+def test_errors_of_the_model_are_not_those_of_the_output(tmp_path, monkeypatch):
+    def broken(*arguments, **options):
+        raise OSError("the model's disk is gone")
+
+    monkeypatch.setattr(load, "load", broken)
+    with pytest.raises(OSError, match="the model's disk is gone"):
+        generate.main(["--model=tiny", "--prompt=x", f"--output={tmp_path / 'out.txt'}"])
+
+
+def test_a_taken_output_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "load", lambda *a, **k: pytest.fail("is loaded"))
+    out = tmp_path / "out.txt"
+    out.write_text("mine")
+    with pytest.raises(errors.ModelError, match="out.txt: exists, and nothing is overwritten"):
+        generate.main(["--model=tiny", "--prompt=x", f"--output={out}"])
 
 
 # ---- chat --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Merging: the merged model computes what base and adapter compute; sums of adapters are sums."""
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -103,7 +104,7 @@ def test_merged_is_adapted(bases, tmp_path, name, tied, capsys):
     scale = np.abs(want).max()
     np.testing.assert_allclose(logits(merged[0], {}, merged[1]), want, rtol=0, atol=2e-5 * scale)
     assert np.abs(want - logits(*(base.model, {}, loaded(str(base.path))[1]))).max() > 1e-2
-    untied = tied and name in ("head", "embedding", "dora")
+    untied = tied and name in ("head", "embedding", "dora", "tokens and head")
     assert merged[0].is_tied == (tied and not untied)
     rows = json.loads((out / merge.REPORT).read_text())
     assert all(row["kept"] > 0.999 for row in rows)
@@ -248,3 +249,199 @@ def test_gguf_output_and_its_report(tmp_path, dtype):
     np.testing.assert_array_equal(merged["norm.weight"], leaves["norm.weight"])
     rounded = form.rounded(exact[0].T.astype(np.float32))
     assert (dtype == "float32") == np.array_equal(rounded, exact[0].T.astype(np.float32))
+
+
+ADAPTER, OUT = "--adapter=nonsuch", "--output=nonsuch/out"
+ONTO = "--onto=dequantised"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ([], [r"^--adapter, --model: are both missing"]),
+        ([ADAPTER, ONTO, "--qtype=int8", "--tile-size=0"], [r"--tile-size = 0: must be at least"]),
+        ([ADAPTER, ONTO, "--qtype=int8", "--skip=("], [r"--skip = '\(': is not a regular expr"]),
+        (
+            [ADAPTER, "--qtype=int4", "--tile-size=7", "--skip=x"],
+            [rf"--{name} = .*: has no effect with --onto=original; set --onto=dequantised, or leave"
+             for name in ("qtype", "tile-size", "skip")],
+        ),
+        ([ADAPTER, ONTO, "--tile-size=8"], [r"--tile-size = 8: has no effect without --qtype"]),
+        ([ADAPTER, ADAPTER, ONTO], [r"--qtype: is missing: there is not one run"]),
+        ([ADAPTER, "--shard-bytes=0"], [r"--shard-bytes = 0: must be at least 1"]),
+        ([ADAPTER, "--shard-bytes=-1"], [r"--shard-bytes = -1: must be at least 1"]),
+        ([ADAPTER, "--dtype=q8_0"], [r"--dtype = 'q8_0': is a type of GGUF only"]),
+        (
+            [ADAPTER, "--weight=x", "--weight=nan", "--shard-bytes=0", "--onto=original"],
+            [r"--weight = \['x', 'nan'\]: is given 2 times for 1 adapters",
+             r"--weight = 'x': is not a finite", r"--weight = 'nan': is not", r"--shard-bytes = 0"],
+        ),
+        ([ADAPTER, "--op=x"], [r"--op: is not an argument"]),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_merge_are_one_error_before_anything_is_read(arguments, messages):
+    with pytest.raises(errors.ConfigError, match=messages[0]) as caught:
+        merge.main([OUT, *arguments])
+    assert len(caught.value.problems) == len(messages)
+    for message in messages:
+        with pytest.raises(errors.ConfigError, match=message):
+            raise caught.value
+
+
+def test_shards_of_a_gguf_file_are_refused():
+    with pytest.raises(errors.ConfigError, match=r"^--shard-bytes = 9: has no effect on a .gguf"):
+        merge.main([ADAPTER, "--output=nonsuch.gguf", "--shard-bytes=9"])
+
+
+def test_merge_says_first_that_its_output_is_taken(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(errors.ModelError, match="taken: exists, and nothing is overwritten"):
+        merge.main([ADAPTER, f"--output={tmp_path / 'taken'}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--skip=nonsense"], r"^--skip = 'nonsense': names no weight of this model; it has embed"),
+        (["--tile-size=7"], r"^--tile-size = 7: layers.*: does not divide"),
+        (["--qtype=nf4", "--tile-size=2"], r"^--tile-size = 2: layers.*nf4 keeps two codes"),
+    ],
+)
+def test_quantisations_that_do_not_fit_name_their_argument(bases, tmp_path, options, message):
+    adapter = bases[True].adapter(tmp_path / "adapter", "plain")
+    qtype = [] if options[0].startswith("--qtype") else ["--qtype=int8"]
+    arguments = [f"--adapter={adapter}", f"--output={tmp_path / 'out'}", ONTO, *qtype, *options]
+    with pytest.raises(errors.ConfigError, match=message):
+        merge.main(arguments)
+
+
+def test_by_default_the_embedding_is_not_quantised_as_in_training(bases, tmp_path):
+    adapter = bases[True].adapter(tmp_path / "adapter", "plain")
+    tables = {}
+    for name, options in (
+        ("default", []),
+        ("named", ["--skip=embed_tokens"]),
+        ("none", ["--skip="]),
+    ):
+        out = tmp_path / name
+        arguments = [f"--adapter={adapter}", f"--output={out}", ONTO, "--qtype=int8", *options]
+        assert merge.main(arguments) == 0
+        read = safetensors.numpy.load_file(out / "model.safetensors")
+        tables[name] = read["model.embed_tokens.weight"]
+    own = safetensors.numpy.load_file(bases[True].path / "model.safetensors")
+    np.testing.assert_array_equal(tables["default"], own["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(tables["default"], tables["named"])
+    assert not np.array_equal(tables["none"], tables["default"])
+
+
+def with_copy(
+    base: Base, folder: pathlib.Path, name: str, change: float, copied: str = "lm_head"
+) -> str:
+    """An adapter with a copy of a weight of the base beside it, as PEFT stores it."""
+    adapter = artefact.open_adapter(base.adapter(folder / f"{name} bare", "head"))
+    own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{copied}.weight"]
+    own[3, 2] += change
+    modules = {**adapter.modules, copied: {**adapter.modules[copied], "base_weight": own}}
+    peft.write(str(folder / name), dataclasses.replace(adapter, modules=modules))
+    return str(folder / name)
+
+
+def test_merge_compares_copies_of_the_base_with_the_base(bases, tmp_path):
+    same, other = (with_copy(bases[False], tmp_path, n, c) for n, c in (("a", 0), ("b", 0.01)))
+    assert merge.main([f"--adapter={same}", f"--output={tmp_path / 'out'}"]) == 0
+    with pytest.raises(errors.ModelError, match=r"lm_head.weight: holds a copy of this weight"):
+        merge.main([f"--adapter={other}", f"--output={tmp_path / 'other'}"])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
+    base = bases[False]
+    adapter = artefact.open_adapter(base.adapter(tmp_path / "a", "plain"))
+    opened = builtin.open_model(str(base.path))
+    form = merge.output_form(merge.Options(output="x"), opened.source.config)
+    merged = merge.Merged(
+        opened.source, base.model, [(adapter, 1.0)], lambda name, values: values, form
+    )
+    name = next(iter(adapter.modules))
+    spec = merged.tensors()[f"{name}.weight"]
+    spec.load(), spec.load()
+    assert [survival.module for survival in merged.survivals] == [name]
+
+
+# ---- sums of adapters that do not go together --------------------------------------------------
+
+
+def resized(path: str, folder: pathlib.Path, module: str, columns: int) -> str:
+    """The adapter with another number of inputs of one module."""
+    adapter = artefact.open_adapter(path)
+    kinds = dict(adapter.modules[module])
+    kinds["lora_A"] = np.zeros((kinds["lora_A"].shape[0], columns), np.float32)
+    peft.write(
+        str(folder), dataclasses.replace(adapter, modules={**adapter.modules, module: kinds})
+    )
+    return str(folder)
+
+
+def summed(*paths: str, out: pathlib.Path, extra: tuple[str, ...] = ()) -> peft.Adapter:
+    adapters = [f"--adapter={path}" for path in paths]
+    assert adapters_command.main(["--op=add", *adapters, f"--output={out}", *extra]) == 0
+    return artefact.open_adapter(str(out))
+
+
+def test_sums_of_other_sizes_are_refused_by_module_and_shapes(bases, tmp_path):
+    one = bases[False].adapter(tmp_path / "one", "plain")
+    module = "model.layers.0.self_attn.q_proj"
+    two = resized(one, tmp_path / "two", module, 48)
+    message = (
+        rf"two: {module}: adapts a linear layer of \[64, 48\], but in .*one it is .*\[64, 64\]"
+    )
+    with pytest.raises(errors.ModelError, match=message):
+        summed(one, two, out=tmp_path / "sum")
+
+
+def stating(path: str, folder: pathlib.Path, fingerprint: str | None) -> str:
+    adapter = artefact.open_adapter(path)
+    peft.write(str(folder), dataclasses.replace(adapter, base_fingerprint=fingerprint))
+    return str(folder)
+
+
+def test_a_sum_states_a_base_only_if_all_do(bases, tmp_path, capsys):
+    plain = bases[False].adapter(tmp_path / "plain", "plain")
+    known = stating(plain, tmp_path / "known", "a" * 64)
+    assert summed(known, known, out=tmp_path / "both").base_fingerprint == "a" * 64
+    assert "states no base" not in capsys.readouterr().out
+    assert summed(known, plain, out=tmp_path / "one").base_fingerprint is None
+    said = capsys.readouterr().out
+    assert f"one: states no base, because {plain} states none" in said
+    # What was found when the adapters were opened.
+    assert f"{plain}: it does not say which base it belongs to" in said
+
+
+def test_copies_of_the_base_are_kept_by_every_operation(bases, tmp_path):
+    base = bases[False]
+    same, twin, other = (
+        with_copy(base, tmp_path, n, c) for n, c in (("a", 0), ("b", 0), ("c", 0.01))
+    )
+    bare = str(tmp_path / "a bare")
+    want = artefact.open_adapter(same).modules["lm_head"]["base_weight"]
+    outs = [
+        summed(same, twin, out=tmp_path / "sum"),
+        summed(bare, same, out=tmp_path / "with bare"),
+        summed(same, twin, out=tmp_path / "small", extra=("--r=2",)),
+    ]
+    for op in (["--op=scale", "--factor=2"], ["--op=truncate", "--r=2"]):
+        out = str(tmp_path / op[0])
+        assert adapters_command.main([*op, f"--adapter={same}", f"--output={out}"]) == 0
+        outs.append(artefact.open_adapter(out))
+    for out in outs:
+        np.testing.assert_array_equal(out.modules["lm_head"]["base_weight"], want)
+    message = r"c: lm_head: holds a copy of the base's weight that is not that of .*a"
+    with pytest.raises(errors.ModelError, match=message):
+        summed(same, other, out=tmp_path / "wrong")
+
+
+def test_weights_of_sums_are_numbers(tmp_path):
+    adapters = ["--adapter=a", "--adapter=b", f"--output={tmp_path / 'o'}"]
+    with pytest.raises(errors.ConfigError) as caught:
+        adapters_command.main(["--op=concatenate", *adapters, "--weight=x", "--weight=inf"])
+    assert [problem.value for problem in caught.value.problems] == ["x", "inf"]

@@ -191,3 +191,59 @@ def test_every_feature_at_once_does_not_depend_on_the_mesh(tmp_path, monkeypatch
     losses = [[r["loss"] for r in records(tmp_path / n, "train")] for n in ("1", "8")]
     np.testing.assert_allclose(*losses, rtol=2e-5)
     assert len(set(losses[0])) == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "lora.alpha_pattern={'q_proj': 4, 'layers.0.self_attn.q_proj': 256}",
+            "lora.alpha_pattern={'layers.0.self_attn.q_proj': 256, 'q_proj': 4}",
+            "ranks and scalings of layers.self_attn.q_proj",
+        ),
+        ("lora.use_dora=False", "lora.init_lora_weights=pissa", r"init_lora_weights = 'pissa'"),
+    ],
+)
+def test_a_run_is_not_continued_with_other_adapters(tmp_path, before, after, message):
+    common = ("--config.steps=2", "--config.optim.schedule_steps=4")
+    assert run(tmp_path, *common, f"--config.{before}") == 0
+    with pytest.raises(errors.CheckpointError, match=message):
+        run(tmp_path, "--config.steps=4", common[1], f"--config.{after}")
+
+
+def test_export_for_another_model_is_refused(runs, tmp_path):
+    """Also where the run has its base with it and would not need the model."""
+    folder, _ = runs
+    other = tmp_path / "other"
+    assert merge.main([f"--adapter={folder / 'whole'}", f"--output={other}"]) == 0
+    arguments = [f"--run={folder / 'whole'}", f"--output={tmp_path / 'out'}", f"--model={other}"]
+    with pytest.raises(errors.ModelError, match="was trained on another base"):
+        export.main(arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_a_folder_of_the_users_is_not_replaced_by_the_adapter(tmp_path, kind):
+    place = tmp_path / "run" / "adapter"
+    place.parent.mkdir()
+    if kind == "folder":
+        place.mkdir()
+        (place / "precious.txt").write_text("mine")
+    elif kind == "file":
+        place.write_text("mine")
+    else:
+        place.symlink_to(tmp_path)
+    with pytest.raises(errors.ConfigError, match="which no run of purelora wrote"):
+        run(tmp_path / "run", "--config.steps=1")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["adapter"]
+    if kind == "folder":
+        assert (place / "precious.txt").read_text() == "mine"
+
+
+def test_a_run_does_not_replace_the_adapter_that_it_starts_from(runs):
+    folder, task = runs
+    source = folder / "whole" / "adapter"
+    arguments = (f"--config.init_adapter={source}", "--config.steps=12", *task)
+    with pytest.raises(errors.ConfigError, match="which the run would replace"):
+        run(folder / "whole", *arguments)
+    assert (source / "adapter_config.json").exists()

@@ -1,6 +1,8 @@
 """How adapters begin: fresh, or out of the weights; and that resuming rebuilds it."""
 
+import dataclasses
 import pathlib
+import shutil
 from typing import Any
 
 import chex
@@ -8,6 +10,9 @@ import jax
 import numpy as np
 import pytest
 import test_train
+
+from purelora import checkpoint, errors, export
+from purelora.io import peft
 
 run, records, built, saved_state = (
     test_train.run,
@@ -68,3 +73,41 @@ def test_resumed_run_equals_the_unbroken_one(tmp_path: pathlib.Path, name: str):
     assert len(one) == 4 and one[-1] < one[0]
     states = [saved_state(w, "--config.steps=4", *options) for w in (whole, broken)]
     chex.assert_trees_all_equal(*[jax.tree.map(bits, state) for state in states])
+
+
+@pytest.mark.parametrize("name", ["pissa", "loftq", "olora", "patterns"])
+def test_export_is_checked(tmp_path: pathlib.Path, name: str, capsys):
+    """Also where the written adapter is for another base than the run's."""
+    options = (*FEATURES[name], "--config.checkpoint.save_base=True")
+    run(tmp_path / "run", "--config.steps=2", *options)
+    arguments = [f"--run={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
+    assert export.main(arguments) == 0
+    assert "read back: largest difference of a" in capsys.readouterr().out
+    read = peft.read(str(tmp_path / "out"))
+    doubled = 2 if name != "patterns" else 1
+    assert read.config.r == 4 * doubled
+    # Whatever is wrong with the folder shows.
+    name, kinds = next(iter(read.modules.items()))
+    broken = {**read.modules, name: {**kinds, "lora_B": kinds["lora_B"] + 1}}
+    shutil.rmtree(tmp_path / "out")
+    peft.write(str(tmp_path / "out"), dataclasses.replace(read, modules=broken))
+    found = checkpoint.find(tmp_path / "run")
+    with pytest.raises(errors.ModelError, match="does not compute what the run does"):
+        export.check(export.Options(str(tmp_path / "run"), ""), *found, str(tmp_path / "out"))
+
+
+def test_loftq_of_what_is_not_quantised_is_refused(tmp_path: pathlib.Path):
+    options = ("--config.lora.init_lora_weights=loftq", "--config.quant.skip=embed_tokens,q_proj")
+    with pytest.raises(errors.ConfigError, match=r"layers\.self_attn\.q_proj, which quant.skip"):
+        run(tmp_path, "--config.steps=2", *options)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
+def test_adapters_out_of_weights_leave_the_model_what_it_is(tmp_path: pathlib.Path, init: str):
+    """Base and initial adapter together are the original weights, but for the quantisation."""
+    plain, options = tmp_path / "plain", f"--config.lora.init_lora_weights={init}"
+    run(plain, "--config.steps=1", "--config.quant.qtype=none")
+    quantised = () if init == "loftq" else ("--config.quant.qtype=none",)
+    run(tmp_path / init, "--config.steps=1", options, *quantised)
+    losses = [records(w, "eval")[0]["loss"] for w in (plain, tmp_path / init)]
+    np.testing.assert_allclose(*losses, rtol=1e-3 if init == "loftq" else 1e-5)

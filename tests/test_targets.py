@@ -1,5 +1,6 @@
 """What the settings of `lora.*` train beside targets: ranks, whole modules, rows, biases."""
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import errors, info, lora, optim, targets
+from purelora import cli, config, errors, info, lora, optim, plan, targets
 from purelora import tree as trees
+from purelora.io import builtin
 
 
 def adaptation(*, biases: bool = False, tied: bool = True, **settings: Any) -> targets.Adaptation:
@@ -211,3 +213,22 @@ def test_adapter_infos_follow_the_weights_axes():
     flat: dict[str, info.ParamInfo] = trees.flatten(m.adapter_infos())
     assert flat["embed_tokens.lora_a"].axes == ("vocab", "rank")
     assert flat["embed_tokens.lora_b"].axes == ("rank", "embed")
+
+
+def test_the_reported_share_counts_parameters_and_not_codes():
+    settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+    shares = set()
+    for qtype in ("none", "int8", "nf4"):
+        changed = dataclasses.replace(settings, quant=config.QuantConfig(qtype, None, ()))
+        made = plan.make(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
+        shares.add(made.describe_targets().rpartition(": ")[2])
+    total = trees.count(jax.tree.map(lambda leaf: leaf.abstract, made.model.infos)) + 8192
+    assert shares == {f"8,192 of {total:,} parameters trained ({8192 / total:.3%})"}
+
+
+def test_a_pattern_is_checked_as_it_is_used():
+    changes = {"rank_pattern": {"(?i)Q_PROJ": 2}}
+    settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+    lora_settings = dataclasses.replace(settings.lora, **changes)
+    found = config.check(dataclasses.replace(settings, lora=lora_settings))
+    assert [(p.where, p.value) for p in found] == [("lora.rank_pattern", "(?i)Q_PROJ")]

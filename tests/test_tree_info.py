@@ -79,11 +79,10 @@ def test_a_quantised_weight_is_one_leaf():
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "size"),
-    [("float32", (3, 5), 60), ("bfloat16", (3, 5), 30), ("int8", (3, 5), 15), ("int4", (4, 5), 10),
-     ("uint4", (3, 5), 8), ("int2", (8,), 2), ("float8_e4m3fn", (3, 5), 15), ("float32", (), 4),
-     ("int8", (1 << 20, 1 << 14), 1 << 34)],
+    [("float32", (3, 5), 60), ("bfloat16", (3, 5), 30), ("int8", (3, 5), 15),
+     ("float8_e4m3fn", (3, 5), 15), ("float32", (), 4), ("int8", (1 << 20, 1 << 14), 1 << 34)],
 )  # fmt: skip
-def test_bytes_count_bits(dtype, shape, size):
+def test_bytes_of_an_array(dtype, shape, size):
     abstract = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     assert trees.leaf_bytes(abstract) == size
     assert trees.bytes_by_dtype({"a": abstract, "b": abstract}) == {dtype: 2 * size}

@@ -250,6 +250,13 @@ def test_a_child_is_killed_at_its_last_save_at_the_latest():
     assert child.marks[-1].phase == kills.Phase("save", 2)
 
 
+def test_a_child_without_a_last_save_is_not_killed_at_one():
+    said = "print('save at step 0: x', flush=True)"
+    child = kills.Child([sys.executable, "-c", said], lambda step, is_last: False)
+    with child:
+        assert child.run(kills.Moment(kills.Phase("eval", 2), 0.0), last_save=None) == 0
+
+
 def test_the_status_and_the_last_words_of_a_child():
     child = kills.Child(
         [sys.executable, "-c", "print('why'); raise SystemExit(3)"], lambda *_: False

@@ -61,8 +61,8 @@ def load(
     flat: dict[str, Any] = {}
     digests: dict[str, bytes] = {}
     for path, like in trees.flatten(infos).items():
-        transpose = model.flat_infos[path].contracting == -2
-        fill = _filler(like, transpose, _is_stacked(like), _Hashable(placed[path]))
+        declared = model.flat_infos[path]
+        fill = _filler(like, declared.is_transposed, declared.is_stacked, _Hashable(placed[path]))
         leaf, finite = _empty(like, placed[path]), {}
         for index, name in enumerate(names[path]):
             tensor = source.read(name)
@@ -85,11 +85,6 @@ def _as_kernel(array: np.ndarray) -> jax.Array:
     return jnp.asarray(array).astype(jnp.float32).T
 
 
-def _is_stacked(like: Any) -> bool:
-    first = like.qvalue if isinstance(like, qwix.QArray) else like
-    return "layers" in first.axes
-
-
 def _check_finite(source: sources.Source, finite: Mapping[str, jax.Array]) -> None:
     bad = [name for name, good in finite.items() if not good]
     if bad:
@@ -107,9 +102,7 @@ def _check_tensors(
     shapes = dict(source.shapes())
     problems: list[errors.Problem] = []
     for path, layer_names in names.items():
-        leaf = model.flat_infos[path]
-        shape = leaf.shape[1:] if _is_stacked(leaf) else leaf.shape
-        wanted = shape[::-1] if leaf.contracting == -2 else shape
+        wanted = model.flat_infos[path].file_shape
         for name in layer_names:
             found = shapes.pop(name, None)
             if found is None:

@@ -130,6 +130,14 @@ def read(path: str) -> Adapter:
     return Adapter(path, config, modules, fingerprint, notes)
 
 
+def is_own(folder: str) -> bool:
+    """Whether `write` made the folder, as far as its metadata tell."""
+    try:
+        return _METADATA in _open_weights(folder).metadata
+    except errors.ModelError:
+        return False
+
+
 def _open_weights(folder: str) -> safetensors_file.File:
     file = os.path.join(folder, WEIGHTS)
     if not os.path.lexists(file):

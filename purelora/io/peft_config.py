@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from purelora import config as config_lib
 from purelora import errors, targets
 
 Bias = Literal["none", "all", "lora_only"]
@@ -331,7 +332,7 @@ def _patterns(parser: Callable[[object], Any]) -> Callable[[object], dict[str, A
         parsed = {}
         for key, item in value.items():
             try:
-                parsed[_regex(key, targets.PATTERN)] = parser(item)
+                parsed[_regex(key, config_lib.MODULE_PATTERN)] = parser(item)
             except ValueError as error:
                 raise ValueError(f"{key!r}: {error}") from error
         return parsed

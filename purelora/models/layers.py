@@ -89,8 +89,8 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
     y = _base_product(x, module, out_dtype)
     if module.token_rows is not None:
         # Rows of the table are outputs of the head.
-        rows = x @ module.token_rows.astype(x.dtype).T
-        y = y.at[..., np.asarray(module.token_ids)].set(rows.astype(y.dtype))
+        rows = quant.dot(x, module.token_rows, -1, y.dtype)
+        y = y.at[..., np.asarray(module.token_ids)].set(rows)
     if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
         delta = lora.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(y.dtype)
         y = y + delta if module.magnitude is None else _dora(x, adapter_x, y, delta, module)

@@ -398,12 +398,12 @@ def _survival(module: str, base: np.ndarray, result: np.ndarray, form: Form) -> 
     """Compares the change that is written with the update that was wanted."""
     update = (result - base).astype(np.float64)
     change = form.rounded(result) - form.rounded(base)
-    size = np.linalg.norm(update)
+    size, whole = float(np.linalg.norm(update)), float(np.linalg.norm(base))
     if size == 0:
         return Survival(module, 0.0, 1.0, 0.0)
     kept = float(np.vdot(change, update) / size**2)
     error = float(np.linalg.norm(change - update) / size)
-    return Survival(module, float(size / max(np.linalg.norm(base), 1e-30)), kept, error)
+    return Survival(module, size / max(whole, 1e-30), kept, error)
 
 
 def write(options: Options, opened: builtin.Model, merged: Merged, form: Form) -> None:

@@ -145,13 +145,16 @@ def finish(run: assembly.Run, step: int) -> pathlib.Path | None:
         return None
     folder = pathlib.Path(run.settings.workdir) / ADAPTER
     adapter = artefact.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
-    new = folder.with_name(f"{ADAPTER}.new")
+    new, old = (folder.with_name(f"{ADAPTER}.{name}") for name in ("new", "old"))
     try:
         _remove(new)
+        _remove(old)
         write_adapter(str(new), adapter, run.checkpoints.meta(step))
         artefact.check_equal(peft.read(str(new)), adapter)
-        _remove(folder)
+        if folder.exists():
+            folder.rename(old)  # Never half deleted under its own name.
         new.rename(folder)
+        _remove(old)
     except OSError as error:
         what, remedy = f"cannot be written: {error}", "free some space, or check the permissions"
         raise errors.ModelError(str(folder), None, what, remedy) from error

@@ -242,7 +242,8 @@ def test_errors_of_one_and_of_many_problems():
 def test_keys_of_adapters_have_no_effect_without_them(key, value):
     nested = raw()
     nested["lora"] |= {"enabled": False, key: value}
-    with pytest.raises(errors.ConfigError, match=rf"lora\.{key} = .*has no effect with lora.enabled"):
+    message = rf"lora\.{key} = .*has no effect with lora.enabled"
+    with pytest.raises(errors.ConfigError, match=message):
         config.parse(nested)
 
 
@@ -250,7 +251,7 @@ def test_keys_of_adapters_have_no_effect_without_them(key, value):
     ("key", "value", "message"),
     [
         ("r", 2**40, r"lora\.r = 1099511627776: must be from 1 to 65536"),
-        ("rank_pattern", {"q_proj": 2**40}, r"rank_pattern\['q_proj'\] = 1099511627776: must be at"),
+        ("rank_pattern", {"q_proj": 2**40}, r"rank_pattern\['q_proj'\] = 1099511627776: must"),
         ("alpha_pattern", {"q_proj": 10**400}, r"alpha_pattern\['q_proj'\].*must be above 0"),
         ("layers_to_transform", (1, 1), r"layers_to_transform = 1: is listed twice"),
         ("layers_to_transform", (-1,), r"layers_to_transform = -1: is not the number of a layer"),

@@ -37,9 +37,7 @@ def data():
 def head(table, adapters=None, frozen=True, gather=params.whole) -> params.Module:
     a, b = adapters or (None, None)
     scaling = None if adapters is None else jnp.float32(2.0)
-    return params.Module(
-        table, None, a, b, scaling, None, None, "lm_head", gather, -1, frozen, ()
-    )
+    return params.Module(table, None, a, b, scaling, None, None, "lm_head", gather, -1, frozen, ())
 
 
 def plain_sum(x, table, adapters, targets, weights):

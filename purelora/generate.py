@@ -47,6 +47,8 @@ from purelora.models import causal_lm, layers
 
 # Prompts and caches are padded to this, doubled as often as need be: few shapes are compiled.
 _LEAST_BUCKET = 32
+# Stands for a token where the logits are not finite.
+_UNSOUND = -1
 
 
 # ---- tokens ------------------------------------------------------------------------------------
@@ -97,6 +99,9 @@ def stream(
 
     Yields:
       The next token of each prompt, None once it has ended.
+
+    Raises:
+      ModelError: the logits of a prompt that goes on are not finite.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), _bucket(int(lengths.max()))), np.int32)
@@ -111,6 +116,9 @@ def stream(
     is_over = np.zeros(len(prompts), bool)
     for left in reversed(range(max_new_tokens)):
         found = np.asarray(state.tokens_B)
+        if (found[~is_over] == _UNSOUND).any():
+            remedy = "is an adapter or a weight damaged, or far too large?"
+            raise errors.ModelError("logits", None, "are not finite numbers", remedy)
         yield [None if over else int(t) for over, t in zip(is_over, found, strict=True)]
         is_over |= np.isin(found, end_ids)
         if is_over.all() or not left:
@@ -204,7 +212,8 @@ def _pick(
     # In float32: bfloat16 has ties among the largest of so many logits.
     head = static.model.family.head(bound)
     logits_BV = layers.adapted(x_BD, x_BD, head, jnp.float32)
-    return sampling.pick(logits_BV, keys_B, made, static.how)
+    is_sound_B = jnp.isfinite(logits_BV.max(axis=-1))  # The maximum of a NaN is one.
+    return jnp.where(is_sound_B, sampling.pick(logits_BV, keys_B, made, static.how), _UNSOUND)
 
 
 # ---- text --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purelora import generate, info, sampling, specs
+from purelora import errors, generate, info, sampling, specs
 from purelora import tree as trees
 from purelora.io import builtin
 from purelora.io import tokenizer as tokenizer_lib
@@ -362,3 +362,12 @@ def test_bytes_and_spaces_of_a_sentencepiece_vocabulary():
 def test_end_tokens_have_no_text():
     tokenizer = builtin.tiny().tokenizer
     assert pieces(tokenizer, [65, *tokenizer.eos_ids])[1:] == [""] * len(tokenizer.eos_ids) + [""]
+
+
+def test_logits_that_are_not_finite_are_an_error(model_and_trees):
+    model, base, adapters = model_and_trees
+    huge = jax.tree.map(lambda leaf: jnp.full_like(leaf, 3e38), adapters)
+    with pytest.raises(errors.ModelError, match="logits: are not finite"):
+        generate.complete(
+            model, huge, base, [[1, 2, 3]], end_ids=[0], max_new_tokens=3, dtype=jnp.float32
+        )

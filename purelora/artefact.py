@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from purelora import checkpoint, config, errors, factoring, lora, targets
+from purelora import checkpoint, config, errors, lora, targets
 from purelora import tree as trees
 from purelora.io import peft, peft_config
 from purelora.models import causal_lm
 
-_STATE_PREFIX = "trainable."
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -227,15 +226,11 @@ def of_checkpoint(checkpoints: checkpoint.Checkpoints, step: int, *, where: str)
     if meta["adaptation"] is None:
         what = "is of a run that trains all weights: it holds no adapter"
         raise errors.CheckpointError(where, None, what, "use it as model.path")
-    leaves = {
-        name.removeprefix(_STATE_PREFIX): array
-        for name, array in checkpoints.leaves(step, "state", prefix=_STATE_PREFIX).items()
-    }
-    has_initial = meta["config"]["lora.init_lora_weights"] in factoring.INITS
+    has_initial = meta["config"]["lora.init_lora_weights"] in config.FACTORED_INITS
     qtype, tile_size = (meta["config"][f"quant.{key}"] for key in ("qtype", "tile_size"))
     tiles = "" if tile_size is None else f" in tiles of {tile_size}"
     adapter = unrolled(
-        leaves,
+        checkpoints.trained(step),
         meta["adaptation"],
         path=where,
         base_fingerprint=meta["base_fingerprint"],
@@ -315,7 +310,7 @@ def attach(
     """Puts an adapter on a model.
 
     Args:
-      adapter: it.
+      adapter: an adapter from a folder or a run.
       model: the model, whatever it trains.
       base_fingerprint: that of its base; None if it is not known yet, see `check_base`.
 

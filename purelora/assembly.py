@@ -232,16 +232,15 @@ def begin_again(
     settings, meta = plan.config, checkpoints.meta(step)
     if settings.init_adapter is not None:
         say(f"init_adapter is ignored: the run goes on from its own step {step}")
-    saved = {}
-    if settings.lora.init_lora_weights in factoring.INITS and "initial" in checkpoints.extras(step):
-        saved = checkpoints.leaves(step, "initial")
+    is_factored = settings.lora.init_lora_weights in config.FACTORED_INITS
+    saved = checkpoints.leaves(step, "initial") if is_factored else None
     if "base" in checkpoints.extras(step):
         placed = specs.shardings(plan.base_specs, plan.mesh)
         like = jax.tree.map(_abstract_leaf, plan.base_infos, placed)
         base = checkpoints.restore_extra(step, "base", like)
         say(f"base: from the checkpoint, fingerprint {meta['base_fingerprint'][:12]}")
         start = starts.to_be_restored(plan, base)
-        return Beginning(start, trees.unflatten(saved), meta["base_fingerprint"])
+        return Beginning(start, trees.unflatten(saved or {}), meta["base_fingerprint"])
     split = _weight_split(plan, saved)
     loaded = load_weights(model, plan, say, split)
     initial = split.tree() if split else {}
@@ -273,7 +272,7 @@ def _weight_split(
 ) -> factoring.WeightSplit | None:
     """What takes adapters out of the weights, for initial values that come from these."""
     init = plan.config.lora.init_lora_weights
-    if not plan.config.lora.enabled or init not in factoring.INITS:
+    if not plan.config.lora.enabled or init not in config.FACTORED_INITS:
         return None
     return factoring.WeightSplit(init, plan.model.adaptation.targets, saved)
 

@@ -204,6 +204,12 @@ class Checkpoints:
         restored: trees.Tree = self._restored(step, name, like)
         return restored
 
+    def trained(self, step: int) -> dict[str, np.ndarray]:
+        """The trained leaves of a step by path; otherwise as `leaves`."""
+        prefix = "trainable."
+        read = self.leaves(step, "state", prefix)
+        return {name.removeprefix(prefix): leaf for name, leaf in read.items()}
+
     def extras(self, step: int) -> list[str]:
         """Which of `EXTRAS` a step holds."""
         return [name for name in EXTRAS if (self._path(step) / name).is_dir()]

@@ -22,6 +22,8 @@ from purelora import errors
 Patterns = str | tuple[str, ...]
 # A key of `rank_pattern` and `alpha_pattern`: a regex for the end of a name, from a dot on.
 MODULE_PATTERN = r"(.*\.)?({})$"
+# Values of `init_lora_weights` that take the adapter out of the weight.
+FACTORED_INITS = ("pissa", "olora", "loftq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -664,10 +666,10 @@ def _init_problems(c: Config) -> list[_Found]:
     """Initial values of the adapters that other keys rule out."""
     key, init = "lora.init_lora_weights", c.lora.init_lora_weights
     found: list[_Found] = []
-    if init in ("pissa", "olora", "loftq") and c.lora.use_dora:
+    if init in FACTORED_INITS and c.lora.use_dora:
         what = "does not go with use_dora: the adapter could not be exported for the original base"
         found.append((key, init, what, "use 'default' or 'gaussian'"))
-    if init in ("pissa", "olora", "loftq") and c.init_adapter is not None:
+    if init in FACTORED_INITS and c.init_adapter is not None:
         what = "would change the base that init_adapter was trained on"
         found.append((key, init, what, "use 'default': the adapter comes from init_adapter"))
     if init == "loftq" and c.quant.qtype == "none":

@@ -30,7 +30,6 @@ from purelora import (
     cli,
     config,
     errors,
-    factoring,
     run_model,
     story,
 )
@@ -91,7 +90,7 @@ def check(options: Options, checkpoints: checkpoint.Checkpoints, step: int, fold
       ModelError: it is too large, or the folder cannot be read back.
     """
     meta = checkpoints.meta(step)
-    if meta["config"]["lora.init_lora_weights"] in factoring.INITS:
+    if meta["config"]["lora.init_lora_weights"] in config.FACTORED_INITS:
         name, difference = "an update", _update_difference(checkpoints, step, folder)
     else:
         name, difference = "a logit", _logit_difference(options, checkpoints, step, folder)
@@ -116,7 +115,7 @@ def _logit_difference(
     model, plan = assembly.open_and_plan(settings, _quiet, devices=jax.devices()[:1])
     beginning = assembly.begin_again(checkpoints, step, model, plan, _quiet)
     base, tokens = beginning.start.base, _tokens(model)
-    wanted = _logits(plan.model, trees.unflatten(_own_leaves(checkpoints, step)), base, tokens)
+    wanted = _logits(plan.model, trees.unflatten(checkpoints.trained(step)), base, tokens)
     attached = artefact.attach(
         peft.read(folder), plan.model, base_fingerprint=beginning.fingerprint
     )
@@ -126,7 +125,7 @@ def _logit_difference(
 
 def _update_difference(checkpoints: checkpoint.Checkpoints, step: int, folder: str) -> float:
     """Largest difference of a weight's update over the largest, for adapters out of weights."""
-    own, initial = _own_leaves(checkpoints, step), checkpoints.leaves(step, "initial")
+    own, initial = checkpoints.trained(step), checkpoints.leaves(step, "initial")
     read, worst = peft.read(folder), 0.0
     for path, target in checkpoints.meta(step)["adaptation"]["targets"].items():
         for i, name in enumerate(target["names"]):
@@ -146,11 +145,6 @@ def _update_difference(checkpoints: checkpoint.Checkpoints, step: int, folder: s
 
 def _layer(leaf: np.ndarray, target: Mapping[str, Any], position: int) -> np.ndarray:
     return leaf[position] if target["layers"] else leaf
-
-
-def _own_leaves(checkpoints: checkpoint.Checkpoints, step: int) -> dict[str, np.ndarray]:
-    read = checkpoints.leaves(step, "state", prefix="trainable.")
-    return {path.removeprefix("trainable."): leaf for path, leaf in read.items()}
 
 
 def _on_one_device(settings: config.Config, path: str) -> config.Config:

@@ -17,8 +17,6 @@ import numpy as np
 from purelora import lora, quant, targets
 from purelora import tree as trees
 
-INITS = ("pissa", "olora", "loftq")
-
 
 class WeightSplit:
     """Splits the weights of adapted modules into an initial adapter and the base's share.

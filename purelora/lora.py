@@ -180,23 +180,6 @@ def _dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int, out: Any = None) -> j
 delta.defvjp(_delta_fwd, _delta_bwd)
 
 
-def merged(
-    weight: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    scaling: float,
-    magnitude: jax.Array | None = None,
-) -> jax.Array:
-    """`W + scaling · A B` for a `[..., K, N]` weight: the base with its adapter folded in.
-
-    With a `magnitude` [..., N] each column is scaled to that norm (Liu et al. 2024, equation 5).
-    """
-    summed = weight + scaling * (lora_a @ lora_b)
-    if magnitude is None:
-        return summed
-    return summed * (magnitude / column_norms(summed))[..., None, :]
-
-
 def column_norms(weight: jax.Array) -> jax.Array:
     """Euclidean norm over the inputs of each output: `[..., K, N] -> [..., N]`."""
     return jnp.sqrt(jnp.sum(jnp.square(weight), axis=-2))

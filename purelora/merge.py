@@ -41,7 +41,6 @@ from purelora import (
     cli,
     config,
     errors,
-    factoring,
     quant,
     run_model,
     specs,
@@ -308,7 +307,7 @@ def _quantisation(options: Options) -> config.QuantConfig:
         raise errors.ConfigError("--qtype", None, what, "set it, or use --onto=original")
     checkpoints, step = checkpoint.find(folder)
     saved = checkpoints.meta(step)["config"]
-    if saved["lora.init_lora_weights"] in factoring.INITS:
+    if saved["lora.init_lora_weights"] in config.FACTORED_INITS:
         what = "has no base to go onto: the run took its initial adapters out of it"
         raise errors.ConfigError("--onto", options.onto, what, "use --onto=original")
     if saved["quant.qtype"] == "none":

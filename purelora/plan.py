@@ -177,7 +177,7 @@ def make(
 def _check_factors(settings: config.Config, model: causal_lm.CausalLM) -> None:
     """Raises ConfigError where a weight cannot be split into an adapter and a rest."""
     init, problems = settings.lora.init_lora_weights, []
-    if init not in ("pissa", "olora", "loftq"):
+    if init not in config.FACTORED_INITS:
         return
     for path, target in model.adaptation.targets.items():
         weight = model.modules[path]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import qwix
 
-from purelora import checkpoint, errors, factoring, info, quant
+from purelora import checkpoint, config, errors, info, quant
 from purelora import tree as trees
 from purelora.io import builtin, source, tokenizer, wheel
 from purelora.models import causal_lm
@@ -78,17 +78,14 @@ class RunSource:
         """
         checkpoints, step = checkpoint.find(folder)
         meta = checkpoints.meta(step)
-        config, is_full = meta["model_config"], meta["adaptation"] is None
+        hf_config, is_full = meta["model_config"], meta["adaptation"] is None
         if not is_full:
             _check_base(checkpoints, step, meta, str(folder))
-        model = causal_lm.from_hf(config, str(folder), dtype="float32")
+        model = causal_lm.from_hf(hf_config, str(folder), dtype="float32")
         if is_full:
-            prefix = "trainable."
-            read = checkpoints.leaves(step, "state", prefix)
-            leaves = {name.removeprefix(prefix): array for name, array in read.items()}
-            return RunSource(str(folder), config, None, model, leaves)
+            return RunSource(str(folder), hf_config, None, model, checkpoints.trained(step))
         leaves = _joined(checkpoints.leaves(step, "base"), model, meta["config"])
-        return RunSource(str(folder), config, meta["base_fingerprint"], model, leaves)
+        return RunSource(str(folder), hf_config, meta["base_fingerprint"], model, leaves)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
@@ -125,7 +122,7 @@ def _check_base(
         what = "holds adapters without their base"
         remedy = f"set model.path={own} and init_adapter={where}"
         raise errors.CheckpointError(where, None, what, remedy)
-    if meta["config"]["lora.init_lora_weights"] in factoring.INITS:
+    if meta["config"]["lora.init_lora_weights"] in config.FACTORED_INITS:
         init = meta["config"]["lora.init_lora_weights"]
         what = f"holds a base that its initial adapters were taken out of ({init})"
         raise errors.CheckpointError(where, None, what, f"set model.path={own}")

@@ -196,7 +196,7 @@ def write_adapter(folder: str, adapter: peft.Adapter, meta: Mapping[str, Any]) -
 
     Args:
       folder: where; new.
-      adapter: it.
+      adapter: the adapter of a step.
       meta: the meta of the checkpoint that it comes from.
     """
     facts = {"data_fingerprint": meta["data_fingerprint"], "step": meta["step"]}

@@ -201,6 +201,7 @@ def test_every_feature_at_once_does_not_depend_on_the_mesh(tmp_path, monkeypatch
             "lora.alpha_pattern={'layers.0.self_attn.q_proj': 256, 'q_proj': 4}",
             "ranks and scalings of layers.self_attn.q_proj",
         ),
+        ("quant.qtype=int8", "quant.qtype=nf4", r"quant.qtype = 'nf4': was 'int8'"),
         ("lora.use_dora=False", "lora.init_lora_weights=pissa", r"init_lora_weights = 'pissa'"),
     ],
 )
@@ -247,3 +248,37 @@ def test_a_run_does_not_replace_the_adapter_that_it_starts_from(runs):
     with pytest.raises(errors.ConfigError, match="which the run would replace"):
         run(folder / "whole", *arguments)
     assert (source / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("shuffle", ["True", "False"])
+def test_a_run_resumed_in_a_later_epoch_reads_the_rows_of_that_epoch(
+    tmp_path, monkeypatch, shuffle
+):
+    """B33: 10 records, 2 a step, 3 epochs, stopped at step 7 of 15."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    rows = [{"prompt": f"say {i}", "completion": "x" * (i + 1)} for i in range(10)]
+    data = tmp_path / "ten.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (
+        f"--config.data.train={data}",
+        "--config.data.packing=False",
+        "--config.data.eval_fraction=0",
+        f"--config.data.shuffle={shuffle}",
+        "--config.batch_size=2",
+        "--config.accum_steps=2",
+        "--config.lora.lora_dropout=0.1",
+        "--config.optim.schedule_steps=15",
+    )
+    assert run(tmp_path / "whole", "--config.steps=15", *options) == 0
+    assert run(tmp_path / "broken", "--config.steps=7", *options) == 0
+    assert run(tmp_path / "broken", "--config.steps=15", *options) == 0
+    kept = ("step", "loss", "trained_tokens", "learning_rate")
+    whole, broken = (
+        [[r[key] for key in kept] for r in records(tmp_path / name, "train")]
+        for name in ("whole", "broken")
+    )
+    assert whole == broken
+    # Every epoch trains every record once.
+    tokens = [row[2] for row in whole]
+    assert len({sum(tokens[i : i + 5]) for i in (0, 5, 10)}) == 1

@@ -196,16 +196,20 @@ def test_loraplus_multiplies_the_rate_of_lora_b_and_of_vectors():
     }
 
 
-def test_merged_with_a_magnitude_has_that_norm():
+def test_dora_factor_gives_each_column_its_magnitude():
+    """Also for a weight that lies the other way round, and without a gradient of the norm."""
     rng = np.random.default_rng(0)
     w, a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((6, 4), (6, 2), (2, 4)))
     magnitude = jnp.asarray([1.0, 2.0, 3.0, 4.0])
-    found = lora.merged(w, a, b, 0.5, magnitude)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=0), magnitude, rtol=1e-6)
-    direction = w + 0.5 * a @ b
-    chex.assert_trees_all_close(
-        found / magnitude[None], direction / lora.column_norms(direction)[None], rtol=1e-5
+    adapter = (a, b, jnp.float32(0.5))
+    factor = lora.dora_factor(w, -2, adapter, magnitude)
+    direction = np.asarray(w + 0.5 * a @ b)
+    np.testing.assert_allclose(
+        np.linalg.norm(direction * np.asarray(factor), axis=0), magnitude, rtol=1e-6
     )
+    chex.assert_trees_all_close(lora.dora_factor(w.T, -1, adapter, magnitude), factor, rtol=1e-6)
+    grad = jax.grad(lambda a: lora.dora_factor(w, -2, (a, b, adapter[2]), magnitude).sum())(a)
+    assert not np.asarray(grad).any()
 
 
 def test_adapter_infos_follow_the_weights_axes():

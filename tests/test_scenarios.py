@@ -22,15 +22,33 @@ def equal(one: Any, other: Any) -> None:
     chex.assert_trees_all_equal(*[jax.tree.map(test_start.bits, tree) for tree in (one, other)])
 
 
-@pytest.fixture(scope="module", params=TASKS)
-def runs(request, tmp_path_factory) -> tuple[pathlib.Path, tuple[str, ...]]:
+Runs = tuple[pathlib.Path, tuple[str, ...]]
+
+
+def _runs(folder: pathlib.Path, task: tuple[str, ...]) -> Runs:
     """(a) 5 steps that save base and adapters, (b) resumed to 10, and the unbroken run of 10."""
-    folder, task = tmp_path_factory.mktemp(request.param), TASKS[request.param]
     saving = (SCHEDULE, "--config.checkpoint.save_base=True", *task)
     assert run(folder / "broken", "--config.steps=5", *saving) == 0
     assert run(folder / "broken", "--config.steps=10", *saving) == 0
     assert run(folder / "whole", "--config.steps=10", *saving) == 0
     return folder, task
+
+
+@pytest.fixture(scope="module")
+def sft_runs(tmp_path_factory) -> Runs:
+    return _runs(tmp_path_factory.mktemp("sft"), TASKS["sft"])
+
+
+@pytest.fixture(scope="module")
+def pretrain_runs(tmp_path_factory) -> Runs:
+    return _runs(tmp_path_factory.mktemp("pretrain"), TASKS["pretrain"])
+
+
+@pytest.fixture(params=TASKS)
+def runs(request) -> Runs:
+    """The runs of each task."""
+    found: Runs = request.getfixturevalue(f"{request.param}_runs")
+    return found
 
 
 def test_a_b_resumed_is_the_unbroken_run(runs):
@@ -120,8 +138,8 @@ def test_f_other_device_counts_read_the_checkpoints(runs, tmp_path, devices, mon
     equal(wide, narrow)
 
 
-def test_every_mismatch_with_a_saved_base_is_in_one_error(runs):
-    folder, task = runs
+def test_every_mismatch_with_a_saved_base_is_in_one_error(sft_runs):
+    folder, task = sft_runs
     changes = ("--config.quant.tile_size=8", "--config.lora.r=2", "--config.optim.b1=0.5")
     with pytest.raises(errors.CheckpointError) as caught:
         run(folder / "whole", "--config.steps=10", SCHEDULE, "--config.checkpoint.save_base=True",
@@ -131,9 +149,9 @@ def test_every_mismatch_with_a_saved_base_is_in_one_error(runs):
     assert any(name.endswith("q_proj.lora_a") for name in where)
 
 
-def test_the_same_is_trained_however_a_run_begins(runs, tmp_path):
+def test_the_same_is_trained_however_a_run_begins(sft_runs, tmp_path):
     """B25: fresh, resumed, warm from a run and from a PEFT folder train the same number."""
-    folder, task = runs
+    folder, task = sft_runs
     count = {
         line
         for name in ("whole", "broken")
@@ -157,8 +175,8 @@ def test_the_same_is_trained_however_a_run_begins(runs, tmp_path):
         (("--config.model.path={hf}",), "was trained on another base"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(runs, tmp_path, changes, message):
-    folder, task = runs
+def test_an_adapter_that_does_not_fit_is_refused(sft_runs, tmp_path, changes, message):
+    folder, task = sft_runs
     if "model.path" in changes[0]:
         made = tmp_path / "hf"
         merge.main([f"--adapter={folder / 'whole'}", f"--output={made}"])
@@ -212,9 +230,9 @@ def test_a_run_is_not_continued_with_other_adapters(tmp_path, before, after, mes
         run(tmp_path, "--config.steps=4", common[1], f"--config.{after}")
 
 
-def test_export_for_another_model_is_refused(runs, tmp_path):
+def test_export_for_another_model_is_refused(sft_runs, tmp_path):
     """Also where the run has its base with it and would not need the model."""
-    folder, _ = runs
+    folder, _ = sft_runs
     other = tmp_path / "other"
     assert merge.main([f"--adapter={folder / 'whole'}", f"--output={other}"]) == 0
     arguments = [f"--run={folder / 'whole'}", f"--output={tmp_path / 'out'}", f"--model={other}"]
@@ -241,8 +259,8 @@ def test_a_folder_of_the_users_is_not_replaced_by_the_adapter(tmp_path, kind):
         assert (place / "precious.txt").read_text() == "mine"
 
 
-def test_a_run_does_not_replace_the_adapter_that_it_starts_from(runs):
-    folder, task = runs
+def test_a_run_does_not_replace_the_adapter_that_it_starts_from(sft_runs):
+    folder, task = sft_runs
     source = folder / "whole" / "adapter"
     arguments = (f"--config.init_adapter={source}", "--config.steps=12", *task)
     with pytest.raises(errors.ConfigError, match="which the run would replace"):

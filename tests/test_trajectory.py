@@ -19,7 +19,7 @@ COMMON = (
     f"--config={REPO}/configs/qlora.py",
     f"--config.steps={STEPS}",
     "--config.quant.qtype=none",
-    "--config.batch_size=1",
+    "--config.batch_size=2",
     "--config.max_length=48",
     "--config.data.packing=False",
     "--config.data.too_long=truncate",
@@ -131,7 +131,8 @@ def test_losses_and_adapters_are_those_of_peft(
     for step in range(STEPS):
         state, metrics = run.train_step(state, run.base, run.place(run.data.train.batch(step)))
         ours.append(float(metrics.loss_sum / metrics.weight_sum))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    # A loss near zero is a difference of logits of 20, which float32 holds to a millionth or two.
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=5e-6)
     assert ours[-1] != ours[0]
 
     model.save_pretrained(str(tmp_path / "end"))

@@ -116,14 +116,18 @@ def stream(
     is_over = np.zeros(len(prompts), bool)
     for left in reversed(range(max_new_tokens)):
         found = np.asarray(state.tokens_B)
-        if (found[~is_over] == _UNSOUND).any():
-            remedy = "is an adapter or a weight damaged, or far too large?"
-            raise errors.ModelError("logits", None, "are not finite numbers", remedy)
+        _check_sound(found[~is_over])
         yield [None if over else int(t) for over, t in zip(is_over, found, strict=True)]
         is_over |= np.isin(found, end_ids)
         if is_over.all() or not left:
             return
         state, cache = _advance(trainable, base, state, cache, static=static)
+
+
+def _check_sound(tokens: np.ndarray) -> None:
+    if (tokens == _UNSOUND).any():
+        remedy = "is an adapter or a weight damaged, or far too large?"
+        raise errors.ModelError("logits", None, "are not finite numbers", remedy)
 
 
 def complete(

@@ -103,10 +103,7 @@ def stream(
     Raises:
       ModelError: the logits of a prompt that goes on are not finite.
     """
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), _bucket(int(lengths.max()))), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    tokens, lengths = _padded(prompts)
     numbers = np.arange(first_row, first_row + len(prompts), dtype=np.int32)
     static = _Static(model, how, np.dtype(dtype))
     slots = _bucket(tokens.shape[1] + max_new_tokens)
@@ -144,6 +141,15 @@ def complete(
             if token is not None:
                 row.append(token)
     return rows
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as rows `[B, T]` with zeros behind them, and their lengths `[B]`."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), _bucket(int(lengths.max()))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
 
 
 def _bucket(length: int) -> int:

@@ -162,12 +162,25 @@ def get_config() -> config_dict.ConfigDict:
     c.optim.clip_norm = optional(1.0, float)
 
     c.mesh = config_dict.ConfigDict()
-    # Devices along "data" (the batch is split) and "fsdp" (batch and base are split); together all
-    # devices of the run. fsdp=None: all devices that data leaves.
+    # Devices along "data" (the batch is split), "fsdp" (batch and storage of the base are split)
+    # and "tensor" (the matmuls are split, by heads, MLP width and vocabulary); together all devices
+    # of the run. fsdp=None: all devices that the others leave.
     c.mesh.data = 1
     c.mesh.fsdp = optional(None, int)
+    c.mesh.tensor = 1
+    # From logical axis to mesh axis; "none" keeps an axis whole. The first rule wins whose mesh
+    # axis is not used in the same array yet. A large weight that no rule splits is an error, unless
+    # a rule with "none" asks for it.
+    c.mesh.rules = ("embed:fsdp", "heads:tensor", "kv_heads:tensor", "mlp:tensor", "vocab:tensor")
+    # Rules for some modules, which come before the others: from a regular expression for the end of
+    # a module's path to rules with commas between: {"lm_head": "vocab:fsdp,embed:none"}.
+    c.mesh.overrides = table({})
     # Split the adapters along fsdp too, instead of keeping a copy on each device.
     c.mesh.shard_adapters = False
+    # Keep what was gathered of a sharded base for the backward pass: one gather of each weight a
+    # micro-batch instead of two, and then the whole base (its codes) on every device. Only with
+    # remat="none": with "full" the backward pass shares a gather with what it recomputes.
+    c.mesh.keep_gathered = False
 
     c.checkpoint = config_dict.ConfigDict()
     # Save every so many steps, beside the end of the run and what the next keys add; None: only

@@ -20,10 +20,12 @@ from purelora import (
     checkpoint,
     compilation,
     config,
+    distributed,
     errors,
     factoring,
     info,
     optim,
+    placing,
     resuming,
     run_model,
     specs,
@@ -33,6 +35,7 @@ from purelora import start as starts
 from purelora import state as states
 from purelora import step as steps
 from purelora import tree as trees
+from purelora.data import batches as data_batches
 from purelora.data import load as data_load
 from purelora.io import builtin, peft
 from purelora.io import load as weights
@@ -74,9 +77,23 @@ class Run:
     def settings(self) -> config.Config:
         return self.plan.config
 
+    def batch(self, batches: data_batches.Batches, index: int) -> steps.Batch:
+        """The rows of a batch that this process's devices take, on the host."""
+        own = placing.own_indices(self._batch_sharding, batches.shape, dim=1)
+        return batches.batch(index, own)
+
     def place(self, batch: steps.Batch) -> steps.Batch:
-        """Puts a batch on the devices, rows split over the mesh."""
-        return jax.device_put(batch, specs.shardings(specs.BATCH_SPEC, self.plan.mesh))
+        """Puts a batch on the devices, rows split over the mesh.
+
+        Of several processes each gives its own rows: see `batch`.
+        """
+        make = functools.partial(jax.make_array_from_process_local_data, self._batch_sharding)
+        return steps.Batch(*map(make, batch))
+
+    @functools.cached_property
+    def _batch_sharding(self) -> jax.sharding.NamedSharding:
+        sharding: jax.sharding.NamedSharding = specs.shardings(specs.BATCH_SPEC, self.plan.mesh)
+        return sharding
 
 
 def open_and_plan(
@@ -86,7 +103,8 @@ def open_and_plan(
 
     It runs on `devices`, by default all there are.
     """
-    model = run_model.open_model(settings.model.path, progress=fetch_progress(say))
+    with distributed.main_first("model"):
+        model = run_model.open_model(settings.model.path, progress=fetch_progress(say))
     used = jax.devices() if devices is None else devices
     plan = plans.make(settings, model.source.config, model.source.path, used)
     return model, plan
@@ -96,13 +114,14 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, states
     """Loads data and weights, makes or restores the state and compiles the step."""
     settings = plan.config
     data = data_load.load(settings, model.tokenizer)
+    distributed.check_equal("fingerprint of the data", data.fingerprint)
     say(f"{data.report}\n{plan.describe_targets()}")
     total = settings.steps or (settings.epochs or 0) * data.train.steps_per_epoch
     schedule_steps = settings.optim.schedule_steps or total
     for problem in config.warmup_problems(settings.optim, schedule_steps):
         raise errors.ConfigError(*problem)
     checkpoints = resuming.open_checkpoints(settings)
-    saved = resuming.saved_step(settings, checkpoints, say)
+    saved = resuming.agreed_step(settings, checkpoints, say)
 
     tx = optim.transformation(settings.optim, plan.trainable_infos)
     meta_for = functools.partial(_meta, model, plan, data, schedule_steps)
@@ -161,7 +180,8 @@ def load_weights(
     """
     start = time.perf_counter()
     infos, placed = plan.loaded
-    with tqdm.tqdm(desc="weights", unit="tensor", leave=False, disable=None) as bar:
+    quiet = None if distributed.is_main() else True  # None: unless this is no terminal.
+    with tqdm.tqdm(desc="weights", unit="tensor", leave=False, disable=quiet) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
@@ -188,7 +208,7 @@ def _as_saved(
     leaves = source.in_layout(trees.flatten(infos))
     if leaves is None:
         return None
-    return weights.Loaded(jax.device_put(trees.unflatten(leaves), placement), source.identity)
+    return weights.Loaded(placing.place(trees.unflatten(leaves), placement), source.identity)
 
 
 class Beginning(NamedTuple):
@@ -332,7 +352,7 @@ def train_step(
 
 def _forward(plan: plans.Plan) -> steps.Forward:
     rate = plan.config.lora.lora_dropout
-    return causal_lm.make_forward(plan.model, plan.execution, plan.gathers, rate)
+    return causal_lm.make_forward(plan.model, plan.execution, plan.shards, rate)
 
 
 def _abstract_state(plan: plans.Plan, tx: optax.GradientTransformation) -> Any:
@@ -381,7 +401,7 @@ def _meta(
 
 def _compiled(run: Run, state: states.TrainState, say: Say) -> Run:
     """Compiles the train step for the one shape that the run has."""
-    batch = run.place(run.data.train.batch(0))
+    batch = run.place(run.batch(run.data.train, 0))
     compiled = compilation.compile_now(run.train_step, state, run.base, batch)
     say(f"train step compiled in {compiled}")
     return dataclasses.replace(run, train_step=compiled.call)

@@ -92,7 +92,11 @@ class OptimConfig:
 class MeshConfig:
     data: int
     fsdp: int | None
+    tensor: int
+    rules: tuple[str, ...]
+    overrides: Mapping[str, str]
     shard_adapters: bool
+    keep_gathered: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +232,12 @@ FOREIGN_KEYS = {
     "ici_fsdp_parallelism": "mesh.fsdp",
     "ici_data_parallelism": "mesh.data",
     "dcn_data_parallelism": "mesh.data",
+    "dcn_fsdp_parallelism": "mesh.fsdp",
+    "ici_tensor_parallelism": "mesh.tensor",
+    "tensor_parallel_size": "mesh.tensor",
+    "dp_shard_size": "mesh.fsdp",
+    "logical_axis_rules": "mesh.rules",
+    "sharding_tolerance": "mesh.overrides (keeps a named weight whole; no other large one may be)",
     "jax_cache_dir": "compile_cache",
 }
 
@@ -290,7 +300,7 @@ def describe(annotation: Any) -> str:
         kind = typing.get_args(annotation)[0]
         return "a list of whole numbers" if kind is int else "a list of strings"
     if origin is collections.abc.Mapping:
-        values = {int: "whole numbers", float: "numbers"}[_value(annotation)]
+        values = {int: "whole numbers", float: "numbers", str: "strings"}[_value(annotation)]
         return f"a dict from names to {values}"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
     return names.get(annotation, "None")
@@ -399,6 +409,7 @@ def _ranges(c: Config) -> list[_Found]:
         "optim.schedule_steps": c.optim.schedule_steps,
         "mesh.data": c.mesh.data,
         "mesh.fsdp": c.mesh.fsdp,
+        "mesh.tensor": c.mesh.tensor,
         "checkpoint.save_steps": c.checkpoint.save_steps,
         "checkpoint.keep_last": c.checkpoint.keep_last,
         "checkpoint.keep_every": c.checkpoint.keep_every,
@@ -560,6 +571,10 @@ def _contradictions(c: Config) -> list[_Found]:
     if c.optim.name == "adamw" and c.optim.momentum:
         what, remedy = "has no effect with optim.name='adamw'", "set it to 0, or use optim.b1"
         found.append(("optim.momentum", c.optim.momentum, what, remedy))
+    if c.mesh.keep_gathered and (c.remat == "full" or not c.lora.enabled):
+        why = "remat='full', which gathers with what it recomputes"
+        why = why if c.lora.enabled else "lora.enabled=False: there is no frozen base"
+        found.append(("mesh.keep_gathered", True, f"has no effect with {why}", "set it to False"))
     limit = c.optim.schedule_steps or c.steps
     return found if limit is None else found + warmup_problems(c.optim, limit)
 
@@ -727,7 +742,11 @@ RESUMABLE: Sequence[str] = (
     "loss_chunk_tokens",
     "mesh.data",
     "mesh.fsdp",
+    "mesh.tensor",
+    "mesh.rules",
+    "mesh.overrides",
     "mesh.shard_adapters",
+    "mesh.keep_gathered",
     "checkpoint.save_steps",
     "checkpoint.save_secs",
     "checkpoint.save_first",

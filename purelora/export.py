@@ -151,7 +151,7 @@ def _on_one_device(settings: config.Config, path: str) -> config.Config:
     return dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=path),
-        mesh=config.MeshConfig(data=1, fsdp=1, shard_adapters=False),
+        mesh=dataclasses.replace(settings.mesh, data=1, fsdp=1, tensor=1),
     )
 
 

@@ -17,7 +17,7 @@ it stays zero without a mask.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -190,6 +190,7 @@ def dora_factor(
     contracting: int,
     adapter: tuple[jax.Array, jax.Array, jax.Array],
     magnitude: jax.Array,
+    total: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """What DoRA multiplies `x (W + scaling · A B)` by: magnitude / norm, `[N]` float32.
 
@@ -200,12 +201,14 @@ def dora_factor(
       contracting: its contracting dimension.
       adapter: `lora_a` [K, r], `lora_b` [r, N] and the scaling.
       magnitude: `[N]`.
+      total: sum over the devices that have other inputs of these outputs.
     """
     lora_a, lora_b, scaling = adapter
     values = quant.dequantise(weight).astype(jnp.float32)
     values_KN = values if contracting == -2 else values.T
-    norm = column_norms(values_KN + scaling * (lora_a @ lora_b))
-    return magnitude / jax.lax.stop_gradient(norm)
+    adapted_KN = jax.lax.stop_gradient(values_KN + scaling * (lora_a @ lora_b))
+    squares_N = total(jnp.sum(jnp.square(adapted_KN), axis=-2))
+    return magnitude / jnp.sqrt(squares_N)
 
 
 class Factors(NamedTuple):

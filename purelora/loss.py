@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from purelora import parallel as parallel_lib
 from purelora import params
 from purelora.models import layers
 
@@ -31,11 +32,23 @@ class Tokens(NamedTuple):
     weights: Any
 
 
-def token_nll(logits_NV: jax.Array, targets_N: jax.Array) -> jax.Array:
-    """`-log softmax(logits)[target]` of each token, `[N]` float32."""
+def token_nll(
+    logits_NV: jax.Array, targets_N: jax.Array, parallel: parallel_lib.Parallel = parallel_lib.WHOLE
+) -> jax.Array:
+    """`-log softmax(logits)[target]` of each token, `[N]` float32.
+
+    Split by outputs, a device has the logits of some of the tokens: V of them from `first` on.
+    """
     logits = logits_NV.astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, targets_N[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - picked
+    count = logits.shape[-1]
+    top = parallel.max(jax.lax.stop_gradient(logits.max(axis=-1)))
+    total = jnp.exp(logits - top[:, None]).sum(axis=-1)
+    rows = targets_N - parallel.first(count)
+    is_own = (rows >= 0) & (rows < count)
+    column = jnp.clip(rows, 0, count - 1)[:, None]
+    picked = jnp.where(is_own, jnp.take_along_axis(logits, column, axis=-1)[:, 0], 0)
+    total, picked = parallel.sum((total, picked))
+    return jnp.log(total) + top - picked
 
 
 def xent_sum(
@@ -57,8 +70,9 @@ def xent_sum(
       chunk_tokens: how many tokens' logits exist at once.
       dropout: dropout on the input of the head's adapters.
     """
+    x_BTD = head.parallel.spread(x_BTD)
     is_dropped = dropout is not None and head.lora_a is not None
-    adapter_x = dropout(x_BTD, head.name) if dropout is not None and is_dropped else x_BTD
+    adapter_x = dropout(x_BTD, head) if dropout is not None and is_dropped else x_BTD
     count = targets_BT.size
     chunks = -(-count // chunk_tokens)
     size = -(-count // chunks)
@@ -106,7 +120,8 @@ def _chunk_nll(
     """Weighted loss sum of one chunk of `[N]` tokens; the weights are whole here."""
     with jax.named_scope("head"):
         logits_NV = layers.adapted(*inputs, _joined(trained, frozen), jnp.float32)
-        return jnp.sum(token_nll(logits_NV, chunk.targets) * chunk.weights)
+        nll_N = token_nll(logits_NV, chunk.targets, frozen.parallel)
+        return jnp.sum(nll_N * chunk.weights)
 
 
 @jax.custom_vjp
@@ -116,7 +131,7 @@ def _chunked_sum(tokens: Tokens, trained: params.Module, frozen: params.Module) 
     def body(total: jax.Array, chunk: Tokens) -> tuple[jax.Array, None]:
         return total + _chunk_nll(chunk[:2], trained, frozen, chunk), None
 
-    total, _ = jax.lax.scan(body, _zero_sum(tokens.x), tokens)
+    total, _ = jax.lax.scan(body, _zero_sum(tokens.weights), tokens)
     return total
 
 
@@ -134,7 +149,7 @@ def _chunked_sum_fwd(
         )
         return (total + nll, jax.tree.map(jnp.add, d_trained, d_chunk)), d_inputs
 
-    init = (_zero_sum(tokens.x), jax.tree.map(jnp.zeros_like, whole_trained))
+    init = (_zero_sum(tokens.weights), jax.tree.map(jnp.zeros_like, whole_trained))
     (total, d_whole), d_inputs = jax.lax.scan(body, init, tokens)
     return total, (d_inputs, pull(d_whole)[0])
 
@@ -147,6 +162,6 @@ def _chunked_sum_bwd(residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
 _chunked_sum.defvjp(_chunked_sum_fwd, _chunked_sum_bwd)
 
 
-def _zero_sum(x: jax.Array) -> jax.Array:
-    """A float32 zero that varies over the mesh as `x` does, so that a loop can carry it."""
-    return jnp.zeros_like(x, shape=(), dtype=jnp.float32)
+def _zero_sum(like: jax.Array) -> jax.Array:
+    """A float32 zero that varies over the mesh as `like` does, so that a loop can carry it."""
+    return jnp.zeros_like(like, shape=(), dtype=jnp.float32)

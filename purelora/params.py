@@ -7,14 +7,16 @@ and indexing it by `layer` does the same for one layer.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from purelora import info, lora, quant, targets
+from purelora import parallel as parallel_lib
 from purelora import tree as trees
 
 # The fields of a `Module` that its adapter fills.
@@ -29,8 +31,10 @@ def whole(weight: quant.Weight) -> quant.Weight:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["weight", "bias", "lora_a", "lora_b", "scaling", "magnitude", "token_rows"],
-    meta_fields=["name", "gather", "contracting", "frozen", "token_ids"],
-)
+    meta_fields=[
+        "name", "gather", "keep_gathered", "parallel", "contracting", "frozen", "token_ids",
+    ],
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Module:
     """The parameters of one place in the model.
@@ -43,7 +47,9 @@ class Module:
       magnitude: DoRA's norm of each output's weights, or None.
       token_rows: trained rows of the embedding, or None.
       name: tree path of the module.
-      gather: makes a shard of the weight whole.
+      gather: makes a shard of the weight whole, but for what `parallel` says.
+      keep_gathered: whether the backward pass finds what was gathered in the forward pass.
+      parallel: how the weight is split for the matmul itself.
       contracting: dimension of the weight that a matmul sums over; None for a vector.
       frozen: whether the weight is not trained, so that no gradient of it is formed.
       token_ids: which rows `token_rows` are.
@@ -58,9 +64,28 @@ class Module:
     token_rows: jax.Array | None
     name: str
     gather: quant.Gather
+    keep_gathered: bool
+    parallel: parallel_lib.Parallel
     contracting: int | None
     frozen: bool
     token_ids: tuple[int, ...]
+
+
+class Shards(NamedTuple):
+    """How the leaves lie on the devices; what is not named is whole on each.
+
+    Attributes:
+      gathers: how to make a sharded leaf whole, by leaf path.
+      parallels: how a matmul is split, by module path.
+      keep_gathered: keep what was gathered for the backward pass, instead of gathering it again.
+    """
+
+    gathers: Mapping[str, quant.Gather] = types.MappingProxyType({})
+    parallels: Mapping[str, parallel_lib.Parallel] = types.MappingProxyType({})
+    keep_gathered: bool = False
+
+
+NO_SHARDS = Shards()
 
 
 def bind(
@@ -69,7 +94,7 @@ def bind(
     *,
     infos: Mapping[str, info.ParamInfo],
     adaptation: targets.Adaptation,
-    gathers: Mapping[str, quant.Gather],
+    shards: Shards = NO_SHARDS,
 ) -> trees.Tree:
     """Joins the frozen and the trainable tree into one tree of `Module`s.
 
@@ -78,20 +103,22 @@ def bind(
       trainable: trained leaves; adapters or weights, never a path that `base` has.
       infos: flat declarations of the unquantised weights.
       adaptation: what is trained beside the base; nothing when all weights are.
-      gathers: how to make the sharded leaves whole, by leaf path; the others are whole.
+      shards: how the leaves lie on the devices.
     """
     trained = trees.flatten(trainable)
     leaves = {**trees.flatten(base), **trained}
     modules: dict[str, Module] = {}
     for path in dict.fromkeys(leaf.rpartition(".")[0] for leaf in leaves):
-        weight = f"{path}.weight"
+        weight, bias = f"{path}.weight", f"{path}.bias"
         modules[path] = Module(
             weight=leaves.get(weight),
-            bias=leaves.get(f"{path}.bias"),
+            bias=shards.gathers.get(bias, whole)(leaves.get(bias)),
             **_adapter(path, leaves, infos, adaptation.targets),
             token_rows=leaves.get(f"{path}.trainable_tokens"),
             name=path,
-            gather=gathers.get(weight, whole),
+            gather=shards.gathers.get(weight, whole),
+            keep_gathered=shards.keep_gathered and weight in shards.gathers,
+            parallel=shards.parallels.get(path, parallel_lib.WHOLE),
             contracting=infos[weight].contracting if weight in infos else None,
             frozen=weight not in trained,
             token_ids=adaptation.token_ids,

@@ -15,9 +15,12 @@ import qwix
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from purelora import config, errors, flops, info, lora, quant, specs, targets
+from purelora import config, errors, flops, info, lora, params, quant, specs, targets
 from purelora import tree as trees
 from purelora.models import causal_lm
+
+# A weight is large from this share of all weights' bytes and this size on.
+_LARGE_SHARE, _LARGE_BYTES = 0.005, 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,14 +43,19 @@ class Plan:
     trainable_infos: trees.Tree
 
     @functools.cached_property
+    def rules(self) -> specs.Rules:
+        """From logical axes to mesh axes."""
+        return specs.parse_rules(self.config.mesh.rules, self.config.mesh.overrides)
+
+    @functools.cached_property
     def base_specs(self) -> trees.Tree:
-        return specs.spec_tree(self.base_infos, self.mesh)
+        return specs.spec_tree(self.base_infos, self.mesh, self.rules, self.model.axis_counts)
 
     @functools.cached_property
     def trainable_specs(self) -> trees.Tree:
         sharded = self.config.mesh.shard_adapters or not self.config.lora.enabled
-        rules = specs.adapter_rules(specs.RULES, sharded)
-        return specs.spec_tree(self.trainable_infos, self.mesh, rules)
+        rules = self.rules.of_adapters(sharded)
+        return specs.spec_tree(self.trainable_infos, self.mesh, rules, self.model.axis_counts)
 
     @property
     def loaded(self) -> tuple[trees.Tree, trees.Tree]:
@@ -64,10 +72,11 @@ class Plan:
         return infos, with_full(self.base_specs, self.trainable_specs)
 
     @functools.cached_property
-    def gathers(self) -> dict[str, specs.Gather]:
-        """How the model makes its sharded weights whole; adapters are gathered by the step."""
-        weights = {**specs.gathers(self.base_specs), **specs.gathers(self.trainable_specs)}
-        return {path: g for path, g in weights.items() if not lora.is_adapter(path)}
+    def shards(self) -> params.Shards:
+        """How the leaves lie on the devices, as the model sees it."""
+        together = trees.combine(self.base_specs, self.trainable_specs)
+        keep = self.config.mesh.keep_gathered
+        return specs.shards(together, self.model.flat_infos, keep_gathered=keep)
 
     @property
     def execution(self) -> causal_lm.Execution:
@@ -154,7 +163,8 @@ def make(
     model = causal_lm.from_hf(hf_config, where, dtype=settings.model.weights_dtype)
     problems: list[errors.Problem] = []
     with errors.collected(problems):
-        mesh = specs.make_mesh(settings.mesh.data, settings.mesh.fsdp, devices)
+        sizes = settings.mesh
+        mesh = specs.make_mesh(sizes.data, sizes.fsdp, devices, tensor=sizes.tensor)
         _check_rows(settings, mesh)
     with errors.collected(problems):
         if settings.lora.enabled:
@@ -206,8 +216,28 @@ def _check_quantised(q: config.QuantConfig, model: causal_lm.CausalLM) -> None:
 
 def _checked(plan: Plan) -> Plan:
     """Builds the spec trees, so that what does not divide is found before anything is allocated."""
-    _ = plan.base_specs, plan.trainable_specs
+    _ = plan.base_specs, plan.trainable_specs, plan.shards
+    _check_replicated(plan)
     return plan
+
+
+def _check_replicated(plan: Plan) -> None:
+    """Raises ConfigError for large weights that are whole on every device without a rule's word."""
+    ways = plan.mesh.size // plan.mesh.shape[specs.DATA]
+    rows = [row for row in array_rows(plan) if not row.is_adapter]
+    large = _LARGE_SHARE * sum(row.total_bytes for row in rows)
+    problems = []
+    for row in rows:
+        if ways > 1 and row.is_replicated and row.total_bytes > max(large, _LARGE_BYTES):
+            asked = {axis for axis, to in plan.rules.of(row.path) if to is None}
+            if not asked & set(row.info.axes):
+                axes = [axis for axis in row.info.axes if axis not in (None, "layers")]
+                size = f"{row.total_bytes:,} bytes"
+                what = f"leave {row.path} whole on each of {ways} devices: {size}"
+                remedy = f"add a rule for {' or '.join(map(str, axes))}; to none, if it is to be so"
+                problems.append(errors.Problem("mesh.rules", plan.config.mesh.rules, what, remedy))
+    if problems:
+        raise errors.ConfigError.of(problems)
 
 
 def _check_rows(settings: config.Config, mesh: Mesh) -> None:
@@ -223,30 +253,83 @@ def _check_rows(settings: config.Config, mesh: Mesh) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class ArrayRow:
+    """One array of a plan.
+
+    Attributes:
+      path: tree path of the leaf; the two arrays of a QArray end in `.qvalue` and `.scale`.
+      info: its declaration.
+      spec: how it is split.
+      is_trained: whether it is trained.
+      is_adapter: whether it is part of an adapter.
+      total_bytes: bytes of the whole array.
+      device_bytes: bytes on one device.
+    """
+
+    path: str
+    info: info.ParamInfo
+    spec: P
+    is_trained: bool
+    is_adapter: bool
+    total_bytes: int
+    device_bytes: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds all of it."""
+        return all(entry is None for entry in self.spec)
+
+
+def array_rows(plan: Plan) -> list[ArrayRow]:
+    """Every array of the base and of what is trained."""
+    rows = []
+    for tree, placed, is_trained in (
+        (plan.base_infos, plan.base_specs, False),
+        (plan.trainable_infos, plan.trainable_specs, True),
+    ):
+        flat_specs = trees.flatten(placed)
+        for path, leaf in trees.flatten(tree).items():
+            for suffix, one, spec in _arrays(leaf, flat_specs[path]):
+                sizes = trees.leaf_bytes(one.abstract), device_bytes(one, spec, plan.mesh)
+                is_adapter = plan.config.lora.enabled and lora.is_adapter(path)
+                rows.append(ArrayRow(path + suffix, one, spec, is_trained, is_adapter, *sizes))
+    return rows
+
+
 def table(plan: Plan) -> str:
-    """The mesh; every array with path, shape, dtype, spec and bytes on one device; the totals."""
-    rows = [("path", "shape", "dtype", "spec", "bytes/device", "trained")]
-    infos = {**trees.flatten(plan.base_infos), **trees.flatten(plan.trainable_infos)}
-    placed = {**trees.flatten(plan.base_specs), **trees.flatten(plan.trainable_specs)}
-    trained = trees.flatten(plan.trainable_infos)
-    for path, leaf in infos.items():
-        for suffix, one, spec in _arrays(leaf, placed[path]):
-            size = device_bytes(one, spec, plan.mesh)
-            flag = "yes" if path in trained else ""
-            shape = "×".join(map(str, one.shape))
-            rows.append((path + suffix, shape, one.dtype, _spec_text(spec), f"{size:,}", flag))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """The mesh; every array with path, shape, dtype, spec, bytes and copies; the totals."""
+    arrays = array_rows(plan)
+    cells = [("path", "shape", "dtype", "spec", "bytes/device", "copies", "trained")]
+    for row in arrays:
+        shape = "×".join(map(str, row.info.shape))
+        copies = plan.mesh.size * row.device_bytes // max(row.total_bytes, 1)
+        flag = "yes" if row.is_trained else ""
+        spec, size = _spec_text(row.spec), f"{row.device_bytes:,}"
+        cells.append((row.path, shape, row.info.dtype, spec, size, str(copies), flag))
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        for row in cells
     ]
     axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     totals = [
-        f"{name}: {bytes_by_dtype(tree)} bytes in all"
+        f"{name}: {bytes_by_dtype(tree)} bytes in all, "
+        + _totals([row for row in arrays if row.is_trained == (name == "trained")])
         for name, tree in (("base", plan.base_infos), ("trained", plan.trainable_infos))
         if tree
     ]
     return "\n".join([f"mesh: {axes}", *lines, *totals])
+
+
+def _totals(rows: Sequence[ArrayRow]) -> str:
+    """Bytes on a device, and the share of the bytes in all that is whole on every device."""
+    total, replicated = (
+        sum(row.total_bytes for row in chosen)
+        for chosen in (rows, [row for row in rows if row.is_replicated])
+    )
+    per_device = sum(row.device_bytes for row in rows)
+    return f"{per_device:,} on each device; {replicated / max(total, 1):.1%} on every one alike"
 
 
 def bytes_by_dtype(infos: trees.Tree) -> str:

@@ -276,6 +276,13 @@ def _scaled(values: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
     return (tiled * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
 
 
+def row_count(weight: Weight) -> int:
+    """V of a `[V, D]` table, quantised or not."""
+    stored = weight.qvalue if isinstance(weight, qwix.QArray) else weight
+    rows: int = stored.shape[0]
+    return rows
+
+
 def take_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`dequantise(weight)[rows]` for a `[V, D]` embedding, without dequantising the table."""
     if not isinstance(weight, qwix.QArray):

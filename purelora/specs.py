@@ -8,7 +8,8 @@ way out; nothing is trimmed, padded or replicated to make it fit.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,47 +18,151 @@ import qwix
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora import errors, info, lora, quant
+from purelora import errors, info, lora, parallel, params, quant
 from purelora import tree as trees
 
-DATA, FSDP = "data", "fsdp"
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+MESH_AXES = (DATA, FSDP, TENSOR)
 BATCH_AXES = (DATA, FSDP)  # The rows of a batch are split over both.
-Rules = tuple[tuple[str, str], ...]
-RULES: Rules = (("embed", FSDP),)
 BATCH_SPEC = P(None, BATCH_AXES)
 
+# What a rule may speak of. Layers are never split: a scan goes over them.
+_LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "rank")
+# Where the maths of a module is split between devices (`parallel`), and not just its storage.
+_TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 
-def make_mesh(data: int, fsdp: int | None, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh `data` × `fsdp` over all `devices`.
+_Table = tuple[tuple[str, str | None], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """From logical axes to mesh axes, as data.
+
+    For one array the rules are gone through in order: the first for a logical axis whose mesh axis
+    is still free wins, so a mesh axis is used once an array. `None` keeps an axis whole.
+
+    Attributes:
+      table: (logical axis, mesh axis) pairs.
+      overrides: (regular expression, pairs): pairs that come before the table in the modules whose
+        path it matches from a dot on.
+    """
+
+    table: _Table
+    overrides: tuple[tuple[str, _Table], ...] = ()
+
+    def of(self, path: str) -> _Table:
+        """The rules of the leaf at `path`."""
+        module = path.rpartition(".")[0]
+        own = [pairs for pattern, pairs in self.overrides if is_named(module, pattern)]
+        return sum(own, ()) + self.table
+
+    def of_adapters(self, sharded: bool) -> "Rules":
+        """Rules of adapters: the base's own if `sharded`, else only where the maths is split."""
+        if sharded:
+            return self
+
+        def tensor_only(pairs: _Table) -> _Table:
+            return tuple((axis, to) for axis, to in pairs if to in (TENSOR, None))
+
+        overrides = tuple((pattern, tensor_only(pairs)) for pattern, pairs in self.overrides)
+        return Rules(tensor_only(self.table), overrides)
+
+
+def is_named(module: str, pattern: str) -> bool:
+    """Whether an override's pattern is for the module at the tree path `module`."""
+    return re.fullmatch(rf"(.*\.)?(?:{pattern})", module) is not None
+
+
+def parse_rules(rules: Sequence[str], overrides: Mapping[str, str]) -> Rules:
+    """Rules as a config holds them: "embed:fsdp"; in overrides several, with commas between.
+
+    Raises:
+      ConfigError: what is no rule, or a rule that cannot be followed.
+    """
+    problems: list[errors.Problem] = []
+    table = _parse_table("mesh.rules", rules, problems)
+    own = []
+    for pattern, text in overrides.items():
+        key = f"mesh.overrides[{pattern!r}]"
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"is not a regular expression: {error}"
+            problems.append(errors.Problem("mesh.overrides", pattern, what, ""))
+        own.append((pattern, _parse_table(key, text.replace(" ", "").split(","), problems)))
+    if problems:
+        raise errors.ConfigError.of(problems)
+    return Rules(table, tuple(own))
+
+
+def _parse_table(key: str, rules: Sequence[str], problems: list[errors.Problem]) -> _Table:
+    pairs: list[tuple[str, str | None]] = []
+    for rule in rules:
+        axis, colon, to = rule.partition(":")
+        remedy = (
+            f"logical axes: {', '.join(_LOGICAL_AXES)}; mesh axes: {', '.join(MESH_AXES)}, none"
+        )
+        if not colon or axis not in _LOGICAL_AXES or to not in (*MESH_AXES, "none"):
+            what = 'is not a rule "logical axis:mesh axis"'
+            problems.append(errors.Problem(key, rule, what, remedy))
+        elif to == TENSOR and axis not in _TENSOR_AXES:
+            what = f"cannot be followed: {TENSOR} splits matmuls along {', '.join(_TENSOR_AXES)}"
+            problems.append(errors.Problem(key, rule, what, f"use {axis}:{FSDP}"))
+        pairs.append((axis, None if to == "none" else to))
+    return tuple(pairs)
+
+
+RULES = Rules((("embed", FSDP), *((axis, TENSOR) for axis in _TENSOR_AXES)))
+
+
+def make_mesh(
+    data: int, fsdp: int | None, devices: Sequence[jax.Device], *, tensor: int = 1
+) -> Mesh:
+    """The mesh `data` × `fsdp` × `tensor` over all `devices`, neighbours along `tensor`.
 
     Args:
       data: size of the axis that only the batch is split over.
-      fsdp: size of the axis that batch and base are split over; None takes what `data` leaves.
+      fsdp: size of the axis that batch and base are split over; None takes what the others leave.
       devices: all devices of the run.
+      tensor: size of the axis that matmuls are split over.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices.
     """
     count = len(devices)
     if fsdp is None:
-        if count % data:
-            raise errors.ConfigError(
-                "mesh.data", data, f"does not divide the {count} devices", _divisors_remedy(count)
-            )
-        fsdp = count // data
-    if data * fsdp != count:
+        if count % (data * tensor):
+            key = "mesh.data" if tensor == 1 else "mesh.data × mesh.tensor"
+            value = data if tensor == 1 else f"{data} × {tensor}"
+            what = f"does not divide the {count} devices"
+            raise errors.ConfigError(key, value, what, _divisors_remedy(count))
+        fsdp = count // (data * tensor)
+    sizes = (data, fsdp, tensor)
+    if math.prod(sizes) != count:
         raise errors.ConfigError(
-            "mesh.data × mesh.fsdp",
-            f"{data} × {fsdp}",
-            f"is {data * fsdp}, but there are {count} devices",
+            "mesh.data × mesh.fsdp × mesh.tensor",
+            " × ".join(map(str, sizes)),
+            f"is {math.prod(sizes)}, but there are {count} devices",
             "leave mesh.fsdp out to use them all, or show fewer devices to the process",
         )
-    grid = np.asarray(devices).reshape(data, fsdp)
-    return Mesh(grid, BATCH_AXES, axis_types=(AxisType.Auto,) * 2)
+    grid = np.asarray(devices).reshape(sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def spec_tree(infos: trees.Tree, mesh: Mesh, rules: Rules = RULES) -> trees.Tree:
+def spec_tree(
+    infos: trees.Tree,
+    mesh: Mesh,
+    rules: Rules = RULES,
+    counts: Mapping[str, int] | None = None,
+) -> trees.Tree:
     """PartitionSpecs of full rank for a tree of infos, quantised leaves included.
+
+    Args:
+      infos: declarations of arrays and QArrays.
+      mesh: the devices.
+      rules: from logical axes to mesh axes.
+      counts: of the logical axes whose elements belong together, such as those of a head, how many
+        groups there are; a mesh axis must divide this number too.
 
     Raises:
       ConfigError: dimensions (or tile counts) that the mesh does not divide, all in one error.
@@ -65,38 +170,56 @@ def spec_tree(infos: trees.Tree, mesh: Mesh, rules: Rules = RULES) -> trees.Tree
     problems: list[errors.Problem] = []
     flat: dict[str, Any] = {}
     for path, leaf in trees.flatten(infos).items():
+        place = _Placing(path, mesh, rules.of(path), counts or {}, problems)
         if isinstance(leaf, qwix.QArray):
-            codes = _spec(path, leaf.qvalue, mesh, rules, problems, leaf)
-            scale = _spec(path, leaf.scale, mesh, rules, problems, leaf)
-            flat[path] = qwix.QArray(codes, scale, None, leaf.qtype)
+            codes = place(leaf.qvalue, leaf)
+            flat[path] = qwix.QArray(codes, place(leaf.scale, leaf), None, leaf.qtype)
         else:
-            flat[path] = _spec(path, leaf, mesh, rules, problems)
+            flat[path] = place(leaf)
     if problems:
         # Codes and scales of one weight have the same problem.
         raise errors.ConfigError.of(dict.fromkeys(problems))
     return trees.unflatten(flat)
 
 
-def _spec(
-    path: str,
-    leaf: info.ParamInfo,
-    mesh: Mesh,
-    rules: Rules,
-    problems: list[errors.Problem],
-    quantised: qwix.QArray | None = None,
-) -> P:
-    """The spec of one array; the first rule for an axis wins and a mesh axis is used once."""
-    table = dict(reversed(rules))
-    entries: list[str | None] = []
-    for dim, axis in enumerate(leaf.axes):
-        mesh_axis = table.get(axis) if axis is not None else None
-        if mesh_axis is None or mesh.shape[mesh_axis] == 1 or mesh_axis in entries:
-            entries.append(None)
-            continue
-        entries.append(mesh_axis)
-        if leaf.shape[dim] % mesh.shape[mesh_axis]:
-            problems.append(_indivisible(path, leaf, dim, mesh_axis, mesh, quantised))
-    return P(*entries)
+@dataclasses.dataclass(frozen=True)
+class _Placing:
+    """Gives the arrays of one leaf their specs, and collects what does not divide."""
+
+    path: str
+    mesh: Mesh
+    table: _Table
+    counts: Mapping[str, int]
+    problems: list[errors.Problem]
+
+    def __call__(self, leaf: info.ParamInfo, quantised: qwix.QArray | None = None) -> P:
+        entries: list[str | None] = [None] * len(leaf.axes)
+        for dim, mesh_axis in self._chosen(leaf.axes):
+            entries[dim] = mesh_axis
+            ways, axis = self.mesh.shape[mesh_axis], leaf.axes[dim]
+            groups = self.counts.get(str(axis), ways)
+            if groups % ways:
+                self.problems.append(self._inseparable(str(axis), groups, mesh_axis, ways))
+            elif leaf.shape[dim] % ways:
+                found = _indivisible(self.path, leaf, dim, mesh_axis, self.mesh, quantised)
+                self.problems.append(found)
+        return P(*entries)
+
+    def _chosen(self, axes: Sequence[str | None]) -> list[tuple[int, str]]:
+        """(dimension, mesh axis) of the dimensions that are split."""
+        chosen: dict[int, str | None] = {}
+        for axis, mesh_axis in self.table:
+            is_free = mesh_axis is None or mesh_axis not in chosen.values()
+            dims = [i for i, a in enumerate(axes) if a == axis and i not in chosen]
+            if dims and is_free:
+                chosen[dims[0]] = mesh_axis
+        return [(i, to) for i, to in chosen.items() if to is not None and self.mesh.shape[to] > 1]
+
+    def _inseparable(self, axis: str, groups: int, mesh_axis: str, ways: int) -> errors.Problem:
+        what = f"{self.path}: {groups} {axis} do not divide over {ways} devices"
+        remedy = f"{_divisors_remedy(groups)}; to keep attention whole on each device, replace "
+        remedy += "heads and kv_heads in mesh.rules: heads:none, kv_heads:none"
+        return errors.Problem(f"mesh.{mesh_axis}", ways, what, remedy)
 
 
 def _indivisible(
@@ -114,7 +237,12 @@ def _indivisible(
     if stored.shape[dim] % ways:
         pairs = ", two codes a byte," if packed else ""
         what = f"{path}: {stored.axes[dim]} = {length}{pairs} does not divide over {ways} devices"
-        return errors.Problem(f"mesh.{mesh_axis}", ways, what, _divisors_remedy(stored.shape[dim]))
+        remedy = _divisors_remedy(stored.shape[dim])
+        if mesh_axis == TENSOR:
+            remedy += (
+                f"; to keep it whole on each device, use {stored.axes[dim]}:none in mesh.rules"
+            )
+        return errors.Problem(f"mesh.{mesh_axis}", ways, what, remedy)
     tile = length // size
     what = f"{path}: gives {size} tiles along {leaf.axes[dim]} = {length}, not divisible by "
     return errors.Problem(
@@ -190,18 +318,104 @@ def _gather_array(array: jax.Array, dims: tuple[tuple[int, str], ...]) -> jax.Ar
     return array
 
 
-def _sharded_dims(spec: P) -> tuple[tuple[int, str], ...]:
-    return tuple((i - len(spec), axis) for i, axis in enumerate(spec) if axis is not None)
+def _gathered_dims(spec: P) -> tuple[tuple[int, str], ...]:
+    """The sharded dimensions, from the end, that are made whole before the maths."""
+    return tuple((i - len(spec), axis) for i, axis in enumerate(spec) if axis not in (None, TENSOR))
 
 
-def gathers(specs: trees.Tree) -> dict[str, Gather]:
-    """A Gather for each leaf that is sharded, by path."""
-    found: dict[str, Gather] = {}
-    for path, leaf in trees.flatten(specs).items():
-        arrays = jax.tree.leaves(leaf, is_leaf=lambda s: isinstance(s, P))
-        dims = tuple(map(_sharded_dims, arrays))
-        if any(dims):
-            found[path] = Gather(dims)
+def _arrays(leaf: Any) -> list[P]:
+    """The spec of an array, or the two of a QArray."""
+    specs: list[P] = jax.tree.leaves(leaf, is_leaf=lambda s: isinstance(s, P))
+    return specs
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel(parallel.Parallel):
+    """`Parallel` over the `tensor` axis, inside the shard_map.
+
+    What every device of the axis has alike is invariant over it, and the results of its own part
+    are varying. `spread` is a cast from one to the other, whose transpose is the sum of gradients;
+    `sum` goes back, and its transpose is the cast.
+    """
+
+    @property
+    def ways(self) -> int:
+        return jax.lax.axis_size(TENSOR)
+
+    def first(self, size: int) -> jax.Array:
+        return jax.lax.axis_index(TENSOR) * size
+
+    def sum(self, parts: Any) -> Any:
+        return jax.lax.psum(parts, TENSOR)
+
+    def max(self, part: jax.Array) -> jax.Array:
+        return jax.lax.pmax(part, TENSOR)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pcast(x, TENSOR, to="varying") if self.splits == "outputs" else x
+
+    def collect(self, y: jax.Array) -> jax.Array:
+        return self.sum(y) if self.splits == "inputs" else y
+
+
+def shards(
+    specs: trees.Tree, infos: Mapping[str, info.ParamInfo], *, keep_gathered: bool = False
+) -> params.Shards:
+    """How the leaves of a model lie on a mesh.
+
+    Args:
+      specs: specs of base and trained leaves together.
+      infos: flat declarations of the unquantised weights.
+      keep_gathered: see `params.Shards`.
+
+    Raises:
+      ConfigError: modules that work on each other's outputs are not split alike.
+    """
+    flat = trees.flatten(specs)
+    found = {path: tuple(map(_gathered_dims, _arrays(leaf))) for path, leaf in flat.items()}
+    # The step gathers adapters, once before its loops.
+    gathers = {p: Gather(dims) for p, dims in found.items() if any(dims) and not lora.is_adapter(p)}
+    splits = _tensor_splits(flat, infos)
+    _check_splits(infos, splits)
+    parallels = {path: TensorParallel(split) for path, split in splits.items()}
+    return params.Shards(gathers, parallels, keep_gathered)
+
+
+# Modules of one parent that share one of these are parts of one computation.
+_JOINT_AXES = {"heads": "heads", "kv_heads": "heads", "mlp": "mlp"}
+
+
+def _check_splits(
+    infos: Mapping[str, info.ParamInfo], splits: Mapping[str, parallel.Splits]
+) -> None:
+    joint: dict[tuple[str, str], dict[str, bool]] = {}
+    for path, leaf in infos.items():
+        module = path.rpartition(".")[0]
+        names = {_JOINT_AXES[axis] for axis in leaf.axes if axis in _JOINT_AXES}
+        for name in names if leaf.is_matrix else ():
+            joint.setdefault((module.rpartition(".")[0], name), {})[module] = module in splits
+    problems = []
+    for modules in joint.values():
+        whole = [module for module, is_split in modules.items() if not is_split]
+        if whole and len(whole) < len(modules):
+            split = [module for module in modules if module not in whole]
+            what = f"split {', '.join(split)} over {TENSOR}, but not {', '.join(whole)}"
+            remedy = "give heads and kv_heads one rule, and the modules of one block one override"
+            problems.append(errors.Problem("mesh.rules, mesh.overrides", None, what, remedy))
+    if problems:
+        raise errors.ConfigError.of(problems)
+
+
+def _tensor_splits(
+    flat: Mapping[str, Any], infos: Mapping[str, info.ParamInfo]
+) -> dict[str, parallel.Splits]:
+    """Which dimension of each module's weight is split over `tensor`, if one is."""
+    found: dict[str, parallel.Splits] = {}
+    for path, leaf in infos.items():
+        spec = _arrays(flat[path])[0] if path in flat and leaf.is_matrix else P()
+        if TENSOR in spec:
+            inner, _ = leaf.matrix_dims
+            found[path.rpartition(".")[0]] = "inputs" if spec[inner] == TENSOR else "outputs"
     return found
 
 
@@ -209,7 +423,8 @@ def gathers(specs: trees.Tree) -> dict[str, Gather]:
 class GradientPath:
     """How one trained leaf enters the shard_map's loops and how its gradient leaves them.
 
-    The leaf becomes varying over exactly the batch axes that are absent from its spec, so that its
+    The leaf becomes varying over exactly the batch axes that are absent from its spec (and over
+    `tensor`, if it is the whole factor of an adapter whose other one is split), so that its
     gradient stays local in every loop (without the cast each use would be summed over the devices
     where it stands); the sum over these axes follows once, after the loops. An adapter that is
     sharded is gathered once before the loops and its gradient reduce-scattered once after them; a
@@ -235,16 +450,25 @@ class GradientPath:
         return jax.lax.psum(gradient, self.cast) if self.cast else gradient
 
 
-def gradient_paths(specs: trees.Tree) -> trees.Tree:
-    """A GradientPath for each trained leaf; those called `lora_*` are gathered before the loops."""
+def gradient_paths(specs: trees.Tree, base_specs: trees.Tree) -> trees.Tree:
+    """A GradientPath for each trained leaf; those called `lora_*` are gathered before the loops.
+
+    Args:
+      specs: specs of the trained leaves.
+      base_specs: specs of the frozen ones.
+    """
+
+    flat = trees.flatten(specs)
+    all_specs = {**flat, **trees.flatten(base_specs)}
+    split = {p.rpartition(".")[0] for p, s in all_specs.items() if TENSOR in _arrays(s)[0]}
 
     def path_of(path: str, spec: P) -> GradientPath:
-        sharded = _sharded_dims(spec)
-        used = {axis for _, axis in sharded}
-        cast = tuple(axis for axis in BATCH_AXES if axis not in used)
-        return GradientPath(cast, sharded if lora.is_adapter(path) else ())
+        is_adapter = lora.is_adapter(path)
+        axes = MESH_AXES if is_adapter and path.rpartition(".")[0] in split else BATCH_AXES
+        cast = tuple(axis for axis in axes if axis not in spec)
+        return GradientPath(cast, _gathered_dims(spec) if is_adapter else ())
 
-    return trees.unflatten({p: path_of(p, s) for p, s in trees.flatten(specs).items()})
+    return trees.unflatten({p: path_of(p, s) for p, s in flat.items()})
 
 
 def shard_step(
@@ -279,8 +503,3 @@ def rows_of_micro_batch(rows: int) -> int:
 def row_ways(mesh: Mesh) -> int:
     """How many ways the rows of a micro-batch are split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-
-
-def adapter_rules(rules: Rules, sharded: bool) -> Rules:
-    """Rules for the adapters: the base's own, or none (replicated)."""
-    return rules if sharded else ()

@@ -108,7 +108,7 @@ def make_train_step(
 ) -> Callable[[state.TrainState, trees.Tree, Batch], tuple[state.TrainState, Metrics]]:
     """The compiled step `(state, base, batch) -> (state, metrics)`; the old state is donated."""
     sums = specs.shard_step(
-        _local_sums(forward, specs.gradient_paths(layout.trainable)),
+        _local_sums(forward, specs.gradient_paths(layout.trainable, layout.base)),
         layout.mesh,
         in_specs=(layout.trainable, layout.base, specs.BATCH_SPEC, P()),
         out_specs=Sums(P(), P(), layout.trainable),
@@ -164,7 +164,7 @@ def make_eval_step(
     forward: Forward, layout: Layout
 ) -> Callable[[trees.Tree, trees.Tree, Batch], tuple[jax.Array, jax.Array]]:
     """The compiled `(trainable, base, batch) -> (loss_sum, weight_sum)`; nothing is donated."""
-    paths = specs.gradient_paths(layout.trainable)
+    paths = specs.gradient_paths(layout.trainable, layout.base)
 
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)

@@ -29,7 +29,8 @@ def make(qtype: str = "int8"):
     adapters = jax.tree.map(lambda leaf: leaf + 0.01, adapters)
     mesh = specs.make_mesh(1, 8, jax.devices())
     placed = trees.combine(
-        specs.spec_tree(base_infos, mesh), specs.spec_tree(model.adapter_infos(), mesh, ())
+        specs.spec_tree(base_infos, mesh),
+        specs.spec_tree(model.adapter_infos(), mesh, specs.RULES.of_adapters(False)),
     )
     return model, base, adapters, placed
 

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(purelora.__file__).parent
 # The core by level; a module may import its own level and those below. All others are the shell.
 LEVELS = (
     {"errors", "tree", "info"},
-    {"config", "quant", "targets", "lora", "params"},
+    {"config", "quant", "targets", "lora", "parallel", "params"},
     {"models", "loss"},
     {"specs"},
     {"step", "optim", "state"},

@@ -8,7 +8,7 @@ import plain
 import pytest
 import tiny
 
-from purelora import errors, step
+from purelora import errors, params, step
 from purelora import tree as trees
 from purelora.io import builtin
 from purelora.models import attention, causal_lm, layers
@@ -180,8 +180,9 @@ def test_causality(adapted, logits):
     _, base, trainable = adapted
     tokens = tiny.tokens(2, 9)
     before = logits(base, trainable, tiny.inputs(tokens))
-    tokens[:, 5] = (tokens[:, 5] + 1) % tiny.VOCAB
-    after = logits(base, trainable, tiny.inputs(tokens))
+    changed = tokens.copy()  # The array itself may be read until `before` is computed.
+    changed[:, 5] = (tokens[:, 5] + 1) % tiny.VOCAB
+    after = logits(base, trainable, tiny.inputs(changed))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert (np.abs(before[:, 5:] - after[:, 5:]).max(axis=(0, 2)) > 1e-3).all()
 
@@ -217,7 +218,9 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
 
     def loss(w):
         one = batch._replace(weights=w)
-        return m.loss_sum(trainable, base, one, execution=run, gathers={}, dropout=None)
+        return m.loss_sum(
+            trainable, base, one, execution=run, shards=params.NO_SHARDS, dropout=None
+        )
 
     flat, config = plain.merged(trees.flatten(base), trainable, 2.0), tiny.hf_config()
     record = jax.jit(lambda *row: plain.loss_sum(flat, *row, config))

@@ -10,7 +10,7 @@ import optax
 import pytest
 import tiny
 
-from purelora import info, loss, params, quant
+from purelora import info, loss, parallel, params, quant
 from purelora.models import layers
 
 B, T, D, V, R = 3, 7, 16, 40, 4
@@ -37,7 +37,22 @@ def data():
 def head(table, adapters=None, frozen=True, gather=params.whole) -> params.Module:
     a, b = adapters or (None, None)
     scaling = None if adapters is None else jnp.float32(2.0)
-    return params.Module(table, None, a, b, scaling, None, None, "lm_head", gather, -1, frozen, ())
+    return params.Module(
+        weight=table,
+        bias=None,
+        lora_a=a,
+        lora_b=b,
+        scaling=scaling,
+        magnitude=None,
+        token_rows=None,
+        name="lm_head",
+        gather=gather,
+        keep_gathered=False,
+        parallel=parallel.WHOLE,
+        contracting=-1,
+        frozen=frozen,
+        token_ids=(),
+    )
 
 
 def plain_sum(x, table, adapters, targets, weights):
@@ -107,7 +122,7 @@ def test_dropout_is_on_the_input_of_the_adapters_alone(data):
         )
 
     def whole(x, a):
-        logits = x @ table.T + 2.0 * (dropout(x, "lm_head") @ a @ b)
+        logits = x @ table.T + 2.0 * (dropout(x, head(table)) @ a @ b)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return (nll * weights).sum()
 

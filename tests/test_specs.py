@@ -32,6 +32,9 @@ def spec(shape, axes, mesh, rules=specs.RULES) -> P:
         ((3, 32, 48), ("layers", "embed", "mlp"), (1, 8), P(None, "fsdp", None)),
         ((3, 48, 32), ("layers", "mlp", "embed"), (2, 4), P(None, None, "fsdp")),
         ((64, 32), ("vocab", "embed"), (4, 2), P(None, "fsdp")),
+        ((64, 32), ("vocab", "embed"), (1, 2, 4), P("tensor", "fsdp")),
+        ((3, 32, 48), ("layers", "embed", "heads"), (2, 1, 4), P(None, None, "tensor")),
+        ((3, 48, 32), ("layers", "mlp", "embed"), (1, 2, 2), P(None, "tensor", "fsdp")),
         ((3, 32, 48), ("layers", "embed", "mlp"), (8, 1), P(None, None, None)),
         ((3, 32), ("layers", None), (1, 8), P(None, None)),
         ((32, 32), ("embed", "embed"), (1, 8), P("fsdp", None)),  # A mesh axis is used once.
@@ -44,8 +47,76 @@ def test_rules(shape, axes, sizes, expected):
 
 
 def test_first_rule_wins():
-    rules = (("embed", "data"), ("embed", "fsdp"), ("mlp", "fsdp"))
+    rules = specs.Rules((("embed", "data"), ("embed", "fsdp"), ("mlp", "fsdp")))
     assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), rules) == P("data", "fsdp")
+
+
+def test_rule_whose_mesh_axis_is_used_gives_way_to_the_next():
+    """The order is that of the rules, not that of the dimensions."""
+    rules = specs.Rules((("mlp", "fsdp"), ("embed", "fsdp"), ("embed", "data")))
+    assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), rules) == P("data", "fsdp")
+    whole = specs.Rules((("mlp", None), *rules.table))
+    assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), whole) == P("fsdp", None)
+
+
+def test_overrides_come_first_in_the_modules_they_name():
+    own = (("head", (("vocab", "fsdp"), ("embed", None))),)
+    rules = specs.Rules((("embed", "fsdp"),), own)
+    infos = {
+        path: info.ParamInfo((8, 8), "float32", ("vocab", "embed"), contracting=-1)
+        for path in ("head.weight", "a.head.weight", "ahead.weight", "head.up.weight")
+    }
+    found = specs.spec_tree(trees.unflatten(infos), tiny.mesh(1, 8), rules)
+    in_head, elsewhere = P("fsdp", None), P(None, "fsdp")
+    assert trees.flatten(found) == {
+        "head.weight": in_head, "a.head.weight": in_head, "ahead.weight": elsewhere,
+        "head.up.weight": elsewhere,
+    }  # fmt: skip
+
+
+def test_rules_are_read_from_text():
+    read = specs.parse_rules(["embed:fsdp", "mlp:none"], {"lm_head": "vocab:tensor, embed:none"})
+    assert read.table == (("embed", "fsdp"), ("mlp", None))
+    assert read.overrides == (("lm_head", (("vocab", "tensor"), ("embed", None))),)
+
+
+def test_all_bad_rules_are_in_one_error():
+    bad = ["embed", "embed:fdsp", "hedas:tensor", "layers:fsdp", "embed:tensor"]
+    with pytest.raises(errors.ConfigError) as caught:
+        specs.parse_rules(bad, {"lm_head": "vocab", "(": "vocab:fsdp"})
+    assert [p.value for p in caught.value.problems] == [*bad, "vocab", "("]
+    assert "mesh.overrides['lm_head'] = 'vocab': is not a rule" in str(caught.value)
+    assert "embed:tensor': cannot be followed: tensor splits matmuls along heads" in str(
+        caught.value
+    )
+
+
+def test_heads_are_never_cut():
+    """9 heads of 64 columns are 576, which 8 divides."""
+    m = tiny.model(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    with pytest.raises(errors.ConfigError) as caught:
+        specs.spec_tree(m.infos, tiny.mesh(1, 1, 8), specs.RULES, m.axis_counts)
+    named = {p.what.partition(".weight")[0]: p.what for p in caught.value.problems}
+    assert set(named) == {f"layers.self_attn.{name}_proj" for name in "qkvo"}
+    assert named["layers.self_attn.o_proj"].endswith("9 heads do not divide over 8 devices")
+    assert named["layers.self_attn.k_proj"].endswith("3 kv_heads do not divide over 8 devices")
+    proposed = ["embed:fsdp", "heads:none", "kv_heads:none", "mlp:tensor", "vocab:tensor"]
+    rules = specs.parse_rules(proposed, {})
+    specs.spec_tree(m.infos, tiny.mesh(1, 1, 8), rules, m.axis_counts)
+
+
+@pytest.mark.parametrize(
+    ("rules", "overrides", "split"),
+    [
+        (["heads:tensor"], {}, "q_proj"),
+        (["mlp:tensor"], {"gate_proj": "mlp:none"}, "up_proj"),
+    ],
+)
+def test_modules_of_one_computation_are_split_alike(rules, overrides, split):
+    m = tiny.model()
+    found = specs.spec_tree(m.infos, tiny.mesh(1, 1, 2), specs.parse_rules(rules, overrides))
+    with pytest.raises(errors.ConfigError, match=rf"split .*{split}.* over tensor, but not "):
+        specs.shards(found, m.flat_infos)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -53,12 +124,14 @@ def test_first_rule_wins():
 def test_every_spec_has_full_rank_and_leaves_layers_whole(sharded, sizes):
     """B27: adapters take the spec of their own axes, 3 layers on 8 devices."""
     m = tiny.with_lora(tiny.model())
-    rules = specs.adapter_rules(specs.RULES, sharded)
+    rules = specs.RULES.of_adapters(sharded)
     for infos, used in ((m.infos, specs.RULES), (m.adapter_infos(), rules)):
+        is_sharded = sharded or infos is m.infos
         found = trees.flatten(specs.spec_tree(infos, tiny.mesh(*sizes), used))
         for path, leaf in trees.flatten(infos).items():
             expected = [
-                "fsdp" if axis == "embed" and used and sizes[1] > 1 else None for axis in leaf.axes
+                "fsdp" if axis == "embed" and is_sharded and sizes[1] > 1 else None
+                for axis in leaf.axes
             ]
             assert found[path] == P(*expected), path
             assert leaf.axes[0] != "layers" or found[path][0] is None
@@ -132,20 +205,30 @@ def test_scale_specs_follow_the_scale():
 
 @pytest.mark.parametrize(
     ("data", "fsdp", "shape"),
-    [(1, None, (1, 8)), (2, None, (2, 4)), (8, 1, (8, 1)), (2, 4, (2, 4))],
+    [(1, None, (1, 8, 1)), (2, None, (2, 4, 1)), (8, 1, (8, 1, 1)), (2, 4, (2, 4, 1))],
 )
 def test_mesh_sizes(data, fsdp, shape):
     mesh = specs.make_mesh(data, fsdp, jax.devices())
-    assert mesh.axis_names == ("data", "fsdp") and mesh.devices.shape == shape
+    assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.devices.shape == shape
     assert list(mesh.devices.flat) == jax.devices()
     assert specs.row_ways(mesh) == 8
+
+
+def test_neighbours_share_a_matmul():
+    mesh = specs.make_mesh(2, None, jax.devices(), tensor=2)
+    assert mesh.devices.shape == (2, 2, 2) and specs.row_ways(mesh) == 4
+    assert list(mesh.devices[0, 0]) == jax.devices()[:2]
 
 
 @pytest.mark.parametrize(
     ("data", "fsdp", "message"),
     [
         (3, None, r"mesh.data = 3: does not divide the 8 devices; .*1, 2, 4, 8"),
-        (2, 2, r"mesh.data × mesh.fsdp = '2 × 2': is 4, but there are 8 devices; leave mesh.fsdp"),
+        (
+            2,
+            2,
+            r"mesh.tensor = '2 × 2 × 1': is 4, but there are 8 devices; leave mesh.fsdp",
+        ),
         (16, 1, r"is 16, but there are 8 devices"),
     ],
 )
@@ -162,7 +245,7 @@ def test_gathers_make_weights_whole(tile):
     if tile != "float":
         base, infos = tiny.quantised(m, base, "int8", tile)
     layout = specs.spec_tree(infos, mesh)
-    gathers = specs.gathers(layout)
+    gathers = specs.shards(layout, m.flat_infos).gathers
     assert set(gathers) == {p for p, leaf in m.flat_infos.items() if "embed" in leaf.axes}
 
     def gathered(tree):
@@ -196,7 +279,7 @@ def test_gathers_make_weights_whole(tile):
 def test_gather_hashes_by_value():
     """Gathers are static arguments: equal ones must not compile twice."""
     layout = {"w": P(None, "fsdp"), "q": qwix.QArray(P("fsdp"), P(None), None, jnp.int8)}
-    first, second = specs.gathers(layout), specs.gathers(dict(layout))
+    first, second = (specs.shards(tree, {}).gathers for tree in (layout, dict(layout)))
     assert first == second and hash(first["q"]) == hash(second["q"])
     assert first["q"].dims == (((-1, "fsdp"),), ())
 
@@ -218,10 +301,20 @@ def test_row_numbers_cover_the_micro_batch(sizes):
 
 def test_gradient_paths():
     """Cast and summed over exactly the batch axes that a spec lacks; only adapters are gathered."""
-    paths = specs.gradient_paths({
-        "q": {"lora_a": P(None, "fsdp", None), "lora_b": P(None, None, None)},
+    whole = P(None, None, None)
+    trained = {
+        "q": {"lora_a": P(None, "fsdp", None), "lora_b": whole},
         "w": {"weight": P(None, "fsdp", None)},
-    })  # fmt: skip
+        "down": {"lora_a": P(None, "tensor", None), "lora_b": whole},
+        "table": {"trainable_tokens": P(None, None)},
+        "norm": {"weight": P(None)},
+    }
+    paths = specs.gradient_paths(trained, {"table": {"weight": P("tensor", "fsdp")}})
+    # The whole factor of a split module, and rows of a split table, get parts of their gradient.
+    assert paths["down"]["lora_b"] == specs.GradientPath(("data", "fsdp", "tensor"), ())
+    assert paths["down"]["lora_a"] == specs.GradientPath(("data", "fsdp"), ())
+    assert paths["table"]["trainable_tokens"].cast == ("data", "fsdp", "tensor")
+    assert paths["norm"]["weight"] == specs.GradientPath(("data", "fsdp"), ())
     assert paths["q"]["lora_a"] == specs.GradientPath(("data",), ((-2, "fsdp"),))
     assert paths["q"]["lora_b"] == specs.GradientPath(("data", "fsdp"), ())
     assert paths["w"]["weight"] == specs.GradientPath(("data",), ())

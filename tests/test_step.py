@@ -40,7 +40,14 @@ FULL_FSDP_8 = Case(lora=False, fsdp=8, accum=4, remat=True)
 FULL_UNROLLED = Case(lora=False, fsdp=2, scan=False)
 LORA_CASES = (ONE, UNROLLED, DATA_8, SHARDED, INT8_FSDP_8, TILED, TILED_UNROLLED)
 OTHER_QTYPES = (INT4_FSDP_8, INT4_TILED, NF4_TILED, NF4_UNROLLED, FP8, FP8_TILED)
-CASES = (*LORA_CASES, *OTHER_QTYPES, FULL, FULL_FSDP_8, FULL_UNROLLED)
+TENSOR_2 = Case(tensor=2, accum=2)
+TENSOR_8 = Case("int8", tensor=8, kv_heads=8, remat=True, head=True)
+TENSOR_FSDP = Case("int8", 4, fsdp=2, tensor=4, kv_heads=4, accum=4, head=True, sharded=True)
+TENSOR_ALL = Case("nf4", data=2, fsdp=2, tensor=2, scan=False, head=True)
+FULL_TENSOR = Case(lora=False, fsdp=2, tensor=2, accum=4, remat=True)
+FULL_TENSOR_8 = Case(lora=False, tensor=8, kv_heads=8)
+TENSOR_CASES = (TENSOR_2, TENSOR_8, TENSOR_FSDP, TENSOR_ALL, FULL_TENSOR, FULL_TENSOR_8)
+CASES = (*LORA_CASES, *OTHER_QTYPES, FULL, FULL_FSDP_8, FULL_UNROLLED, *TENSOR_CASES)
 ADAM = (
     Case("int8", data=2, fsdp=4, accum=4, sharded=True, optimiser="adamw"),
     Case(scan=False, optimiser="adamw"),
@@ -58,12 +65,12 @@ def ids(case: Case) -> str:
 
 
 @functools.cache
-def plain_gradients(is_lora: bool):
+def plain_gradients(is_lora: bool, kv_heads: int):
     """`(trainable, base, batch) -> (loss, gradient)` sums of the independent model."""
 
     def loss_sum(trainable, base, batch: step.Batch) -> jax.Array:
         weights = plain.merged(base, trainable, SCALING) if is_lora else trees.flatten(trainable)
-        config = tiny.hf_config()
+        config = tiny.hf_config(**Case(kv_heads=kv_heads).heads)
         return plain.loss_sum(weights, batch.tokens, batch.targets, batch.weights, config)
 
     return jax.jit(jax.value_and_grad(loss_sum))
@@ -73,7 +80,9 @@ def expected(case: Case, batch: step.Batch):
     """Loss sum and mean gradient of a flat batch."""
     trainer = tiny.trainer(case)
     base = plain.dequantised(jax.device_get(trainer.base))
-    loss, grads = plain_gradients(case.lora)(jax.device_get(trainer.trainable), base, batch)
+    loss, grads = plain_gradients(case.lora, case.kv_heads)(
+        jax.device_get(trainer.trainable), base, batch
+    )
     return loss, jax.tree.map(lambda g: g / np.float32(batch.weights.sum()), grads)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import cli, config, errors, info, lora, optim, plan, targets
+from purelora import cli, config, errors, info, lora, optim, parallel, plan, targets
 from purelora import tree as trees
 from purelora.io import builtin
 
@@ -202,13 +202,18 @@ def test_dora_factor_gives_each_column_its_magnitude():
     w, a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((6, 4), (6, 2), (2, 4)))
     magnitude = jnp.asarray([1.0, 2.0, 3.0, 4.0])
     adapter = (a, b, jnp.float32(0.5))
-    factor = lora.dora_factor(w, -2, adapter, magnitude)
+    total = parallel.WHOLE.collect
+    factor = lora.dora_factor(w, -2, adapter, magnitude, total)
     direction = np.asarray(w + 0.5 * a @ b)
     np.testing.assert_allclose(
         np.linalg.norm(direction * np.asarray(factor), axis=0), magnitude, rtol=1e-6
     )
-    chex.assert_trees_all_close(lora.dora_factor(w.T, -1, adapter, magnitude), factor, rtol=1e-6)
-    grad = jax.grad(lambda a: lora.dora_factor(w, -2, (a, b, adapter[2]), magnitude).sum())(a)
+    chex.assert_trees_all_close(
+        lora.dora_factor(w.T, -1, adapter, magnitude, total), factor, rtol=1e-6
+    )
+    grad = jax.grad(lambda a: lora.dora_factor(w, -2, (a, b, adapter[2]), magnitude, total).sum())(
+        a
+    )
     assert not np.asarray(grad).any()
 
 

@@ -111,7 +111,8 @@ def quantised(
     m: causal_lm.CausalLM, floats: trees.Tree, qtype: str, tile: int | None = None, skip: Any = ()
 ) -> tuple[trees.Tree, trees.Tree]:
     """The frozen base of `floats` and its infos."""
-    infos = quant.quantised_infos(m.infos, qtype=qtype, tile_size=tile, skip=skip)
+    infos = quant.quantised_infos(m.frozen_infos(), qtype=qtype, tile_size=tile, skip=skip)
+    floats = trees.unflatten({p: trees.flatten(floats)[p] for p in trees.flatten(infos)})
 
     @jax.jit
     def quantise(tree: trees.Tree) -> trees.Tree:
@@ -122,8 +123,8 @@ def quantised(
     return quantise(floats), infos
 
 
-def mesh(data: int = 1, fsdp: int = 1) -> Mesh:
-    return specs.make_mesh(data, fsdp, jax.devices()[: data * fsdp])
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    return specs.make_mesh(data, fsdp, jax.devices()[: data * fsdp * tensor], tensor=tensor)
 
 
 def inputs(tokens_BT: Any) -> layers.Inputs:
@@ -197,6 +198,7 @@ class Case:
     lora: bool = True
     data: int = 1
     fsdp: int = 1
+    tensor: int = 1
     accum: int = 1
     sharded: bool = False
     scan: bool = True
@@ -206,12 +208,20 @@ class Case:
     layers: int = LAYERS
     dtype: str = "float32"
     head: bool = False  # Adapters on the (tied) head too.
+    keep_gathered: bool = False
+    kv_heads: int = 2
+    changes: tuple[tuple[str, Any], ...] = ()  # Of the adapters' settings.
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """The numbers of heads, as in config.json: two query heads a kv head."""
+        return {"num_attention_heads": 2 * self.kv_heads, "num_key_value_heads": self.kv_heads}
 
     def __str__(self) -> str:
         base = "full" if not self.lora else f"{self.qtype}{self.tile or ''}"
-        names = ("sharded", "scan", "remat", "head")
-        flags = [n for n in names if getattr(self, n)]
-        return "-".join([base, f"{self.data}x{self.fsdp}", f"M{self.accum}", *flags])
+        names = ("sharded", "scan", "remat", "head", "keep_gathered")
+        flags = [n for n in names if getattr(self, n)] + [name for name, _ in self.changes]
+        return "-".join([base, f"{self.data}x{self.fsdp}x{self.tensor}", f"M{self.accum}", *flags])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -243,17 +253,17 @@ class Trainer:
 @functools.cache
 def trainer(case: Case) -> Trainer:
     """The step of a case; compiled at its first call and shared by all tests of the process."""
-    plain = model(num_hidden_layers=case.layers)
+    plain = model(num_hidden_layers=case.layers, **case.heads)
     targets = ".*(proj|lm_head)" if case.head else "all-linear"
-    m = with_lora(plain, targets) if case.lora else plain
+    m = with_lora(plain, targets, **dict(case.changes)) if case.lora else plain
     base, base_infos = quantised(m, weights(m), case.qtype, case.tile)
-    on = mesh(case.data, case.fsdp)
-    base_specs = specs.spec_tree(base_infos, on)
+    on = mesh(case.data, case.fsdp, case.tensor)
+    base_specs = specs.spec_tree(base_infos, on, specs.RULES, m.axis_counts)
     trainable, infos, train_specs = base, m.infos, base_specs
     if case.lora:
         trainable, infos = adapters(m), m.adapter_infos()
-        rules = specs.adapter_rules(specs.RULES, case.sharded)
-        train_specs = specs.spec_tree(infos, on, rules)
+        rules = specs.RULES.of_adapters(case.sharded)
+        train_specs = specs.spec_tree(infos, on, rules, m.axis_counts)
     else:
         base, base_specs = {}, {}
 
@@ -263,10 +273,11 @@ def trainer(case: Case) -> Trainer:
     abstract = trees.map_leaves(lambda i: i.abstract, infos)
     state_specs = state.state_specs(train_specs, tx, abstract, specs.P())
     layout = step.Layout(on, train_specs, base_specs, state_specs)
-    gathers = specs.gathers(base_specs) if case.lora else specs.gathers(train_specs)
+    together = trees.combine(base_specs, train_specs)
+    shards = specs.shards(together, m.flat_infos, keep_gathered=case.keep_gathered)
     execution = causal_lm.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
     traces: list[str] = []
-    made = causal_lm.make_forward(m, execution, gathers, case.dropout)
+    made = causal_lm.make_forward(m, execution, shards, case.dropout)
 
     def forward(*args: Any, **kwargs: Any) -> jax.Array:
         traces.append(str(case))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from purelora import config as configs
-from purelora import errors, info, lora, loss, params, quant, targets
+from purelora import errors, info, lora, loss, params, targets
 from purelora import tree as trees
 from purelora.models import layers, llama
 
@@ -66,6 +66,12 @@ class CausalLM:
         return {path: self.family.hf_names(self.config, path) for path in self.flat_infos}
 
     @property
+    def axis_counts(self) -> Mapping[str, int]:
+        """Of logical axes whose elements belong together in groups: how many groups there are."""
+        counts: Mapping[str, int] = self.family.axis_counts(self.config)
+        return counts
+
+    @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding table."""
         return f"{targets.HEAD}.weight" not in self.flat_infos
@@ -103,7 +109,7 @@ class CausalLM:
         self,
         base: trees.Tree,
         trainable: trees.Tree,
-        gathers: Mapping[str, quant.Gather] | None = None,
+        shards: params.Shards = params.NO_SHARDS,
     ) -> trees.Tree:
         """Base and trained leaves as the modules that the family's functions take."""
         return params.bind(
@@ -111,7 +117,7 @@ class CausalLM:
             trainable,
             infos=self.flat_infos,
             adaptation=self.adaptation,
-            gathers=gathers or {},
+            shards=shards,
         )
 
     def loss_sum(
@@ -121,11 +127,11 @@ class CausalLM:
         batch: Any,
         *,
         execution: Execution,
-        gathers: Mapping[str, quant.Gather],
+        shards: params.Shards,
         dropout: layers.Dropout | None,
     ) -> jax.Array:
         """Weighted sum of the token losses of one micro-batch of `[B, T]` arrays."""
-        bound = self.bind(base, trainable, gathers)
+        bound = self.bind(base, trainable, shards)
         inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
         x_BTD = self.family.hidden(
             bound,
@@ -190,7 +196,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
 def make_forward(
     model: CausalLM,
     execution: Execution,
-    gathers: Mapping[str, quant.Gather],
+    shards: params.Shards,
     dropout_rate: float,
 ) -> Any:
     """The `step.Forward` of a model: the weighted loss sum of one micro-batch."""
@@ -207,7 +213,7 @@ def make_forward(
         if key is not None and dropout_rate > 0:
             dropout = layers.Dropout(key, rows_B, dropout_rate)
         return model.loss_sum(
-            trainable, base, batch, execution=execution, gathers=gathers, dropout=dropout
+            trainable, base, batch, execution=execution, shards=shards, dropout=dropout
         )
 
     return forward

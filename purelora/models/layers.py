@@ -23,11 +23,12 @@ from purelora import info, lora, params, quant
 from purelora import tree as trees
 
 # What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
-# matmuls and of attention. Norms, rotations and activations are recomputed from them, which costs
-# nothing that can be measured and halves the memory.
+# matmuls and of attention, and gathered weights where that is asked for. Norms, rotations and
+# activations are recomputed from them, which costs nothing that can be measured and halves the
+# memory.
 SAVED_NAMES = (
     "attention_query", "attention_key", "attention_value", "attention_out", "attention_lse",
-    "after_attention", "mlp_gate", "mlp_up", "lora_xa",
+    "after_attention", "mlp_gate", "mlp_up", "lora_xa", "gathered",
 )  # fmt: skip
 
 
@@ -62,14 +63,20 @@ class Dropout:
     rows_B: jax.Array
     rate: float
 
-    def __call__(self, x_BTD: jax.Array, name: str) -> jax.Array:
-        """Drops elements of `x` with a mask of its own for each row and module `name`."""
-        key = info.path_key(self.key, name)
+    def __call__(self, x_BTD: jax.Array, module: params.Module) -> jax.Array:
+        """Drops elements of the input of `module`, with a mask of its own for each row."""
+        key = info.path_key(self.key, module.name)
+        length, width = x_BTD.shape[1:]
+        ways = module.parallel.ways if module.parallel.splits == "inputs" else 1
 
         def keep_row(row: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(
-                jax.random.fold_in(key, row), 1 - self.rate, x_BTD.shape[1:]
-            )
+            # The mask of the whole input, of which this device may have a part.
+            shape = (length, width * ways)
+            kept = jax.random.bernoulli(jax.random.fold_in(key, row), 1 - self.rate, shape)
+            if ways == 1:
+                return kept
+            first = module.parallel.first(width)
+            return jax.lax.dynamic_slice_in_dim(kept, first, width, axis=1)
 
         kept = jax.vmap(keep_row)(self.rows_B)
         return jnp.where(kept, x_BTD / jnp.asarray(1 - self.rate, x_BTD.dtype), 0)
@@ -80,7 +87,7 @@ class Dropout:
 
 def linear(x: jax.Array, module: params.Module, dropout: Dropout | None = None) -> jax.Array:
     """`x W + b + scaling · (x A) B`, in the dtype of `x`."""
-    adapter_x = x if dropout is None or module.lora_a is None else dropout(x, module.name)
+    adapter_x = x if dropout is None or module.lora_a is None else dropout(x, module)
     return adapted(x, adapter_x, module, x.dtype)
 
 
@@ -90,10 +97,12 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
     if module.token_rows is not None:
         # Rows of the table are outputs of the head.
         rows = quant.dot(x, module.token_rows, -1, y.dtype)
-        y = y.at[..., np.asarray(module.token_ids)].set(rows)
+        columns, _ = _own_rows(jnp.asarray(module.token_ids), module, y.shape[-1])
+        y = y.at[..., columns].set(rows, mode="drop")
     if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
         delta = lora.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(y.dtype)
         y = y + delta if module.magnitude is None else _dora(x, adapter_x, y, delta, module)
+    y = module.parallel.collect(y)
     if module.bias is not None:
         y = y + jnp.broadcast_to(module.bias.astype(y.dtype), y.shape)
     return y
@@ -101,6 +110,10 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
 
 def _base_product(x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
     assert module.contracting is not None, module.name
+    if module.frozen and module.keep_gathered:
+        # Gathered outside, the whole weight is what the matmul keeps for its backward pass.
+        gathered = checkpoint_name(module.gather(module.weight), "gathered")
+        return quant.frozen_dot(x, gathered, params.whole, module.contracting, out_dtype)
     if module.frozen:
         return quant.frozen_dot(x, module.weight, module.gather, module.contracting, out_dtype)
     return quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
@@ -116,7 +129,9 @@ def _dora(
     a, b, scaling, magnitude = (getattr(module, name) for name in params.ADAPTER_FIELDS)
     assert module.contracting is not None
     weight = jax.lax.stop_gradient(module.gather(module.weight))
-    factor = lora.dora_factor(weight, module.contracting, (a, b, scaling), magnitude)
+    factor = lora.dora_factor(
+        weight, module.contracting, (a, b, scaling), magnitude, module.parallel.collect
+    )
     # Layers of the stack without an adapter have a scaling of 0 and stay as they are.
     factor = jnp.where(scaling > 0, factor, 1.0).astype(y.dtype)
     factor = factor.reshape((1,) * (y.ndim - 1) + (-1,))
@@ -126,15 +141,33 @@ def _dora(
 
 def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.Array:
     """Rows of the embedding table, `[B, T, D]`, with what is trained of them."""
-    x_BTD = quant.take_rows(module.gather(module.weight), tokens_BT, dtype)
+    table = module.gather(module.weight)
+    rows_BT, is_own_BT = _own_rows(tokens_BT, module, quant.row_count(table))
+    x_BTD = quant.take_rows(table, rows_BT, dtype)
     if module.token_rows is not None:
         is_token = tokens_BT[..., None] == np.asarray(module.token_ids, np.int32)[None, None]
         rows_BTD = module.token_rows[jnp.argmax(is_token, axis=-1)].astype(dtype)
         x_BTD = jnp.where(is_token.any(axis=-1, keepdims=True), rows_BTD, x_BTD)
     if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
-        picked = (module.lora_a[tokens_BT] * module.scaling).astype(dtype)
+        picked = (module.lora_a[rows_BT] * module.scaling).astype(dtype)
         x_BTD = x_BTD + picked @ module.lora_b.astype(dtype)
-    return x_BTD
+    if is_own_BT is None:
+        return x_BTD
+    return module.parallel.sum(jnp.where(is_own_BT[..., None], x_BTD, 0))
+
+
+def _own_rows(
+    ids: jax.Array, module: params.Module, count: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Token ids as rows of this device's `count` rows of a table, and which of them are there.
+
+    A row that is elsewhere gets the number `count`; None: all are there.
+    """
+    if module.parallel.splits != "outputs":
+        return ids, None
+    rows = ids - module.parallel.first(count)
+    is_own = (rows >= 0) & (rows < count)
+    return jnp.where(is_own, rows, count), is_own
 
 
 def rms_norm(x: jax.Array, module: params.Module, eps: float) -> jax.Array:
@@ -176,6 +209,7 @@ def gated_mlp(
     dropout: Dropout | None,
 ) -> jax.Array:
     """`down(activation(gate(x)) · up(x))` (Shazeer 2020)."""
+    x_BTD = mlp["gate_proj"].parallel.spread(x_BTD)
     gate_BTF = checkpoint_name(linear(x_BTD, mlp["gate_proj"], dropout), "mlp_gate")
     up_BTF = checkpoint_name(linear(x_BTD, mlp["up_proj"], dropout), "mlp_up")
     return linear(activation(gate_BTF) * up_BTF, mlp["down_proj"], dropout)

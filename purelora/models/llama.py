@@ -138,7 +138,9 @@ def param_infos(cfg: LlamaConfig, dtype: str) -> trees.Tree:
 
     def kernel(n_in: int, n_out: int, axis_in: str, axis_out: str, has_bias: bool) -> trees.Tree:
         weight = ParamInfo((L, n_in, n_out), dtype, ("layers", axis_in, axis_out), contracting=-2)
-        bias = ParamInfo((L, n_out), dtype, ("layers", None), init="zeros")
+        # What is added to the residual stream is whole, as that is.
+        bias_axis = None if axis_out == "embed" else axis_out
+        bias = ParamInfo((L, n_out), dtype, ("layers", bias_axis), init="zeros")
         return {"weight": weight, "bias": bias} if has_bias else {"weight": weight}
 
     def norm(*lead: int) -> trees.Tree:
@@ -168,6 +170,11 @@ def param_infos(cfg: LlamaConfig, dtype: str) -> trees.Tree:
         "norm": norm(),
     }
     return infos if cfg.tie_word_embeddings else {**infos, "lm_head": table()}
+
+
+def axis_counts(cfg: LlamaConfig) -> dict[str, int]:
+    """How many heads the logical axes of heads hold."""
+    return {"heads": cfg.num_attention_heads, "kv_heads": cfg.num_key_value_heads}
 
 
 def hf_names(cfg: LlamaConfig, path: str) -> tuple[str, ...]:
@@ -307,6 +314,7 @@ def _block(
     with jax.named_scope("attention"):
         attn = layer["self_attn"]
         normed = layers.rms_norm(x_BTD, layer["input_layernorm"], cfg.rms_norm_eps)
+        normed = attn["q_proj"].parallel.spread(normed)
         q, k, v = (
             einops.rearrange(
                 layers.linear(normed, attn[name], dropout), "B T (N H) -> B T N H", H=cfg.head_dim

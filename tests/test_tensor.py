@@ -1,0 +1,131 @@
+"""Tensor parallelism: every feature gives the numbers of one device, with few collectives."""
+
+import dataclasses
+
+import chex
+import jax
+import pytest
+import test_compiled_step
+import test_step
+import tiny
+from tiny import Case
+
+from configs import tiny as tiny_config
+from purelora import config, errors, plan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    with tiny.quick_compiles():
+        yield
+
+
+ALL = r".*(proj|lm_head|embed_tokens)"
+FEATURES = {
+    "dora": (("use_dora", True),),
+    "embedding": (("target_modules", ALL),),
+    "tokens": (("trainable_token_indices", (3, 40, 63)),),
+    "whole": (("modules_to_save", ("embed_tokens", "down_proj", "norm")),
+              ("target_modules", ("q_proj", "o_proj"))),
+    "some_layers": (("layers_to_transform", (0, 2)), ("use_rslora", True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_are_those_of_one_device(feature):
+    """Gradients of all that is trained, from trained values, by one SGD step."""
+    batch, head = tiny.flat_batch(), feature == "tokens"
+    one = Case(head=head, changes=FEATURES[feature])
+    many = dataclasses.replace(one, data=2, fsdp=2, tensor=2, accum=2, sharded=True)
+    wanted, wanted_metrics = test_step.one_step(one, batch)
+    got, metrics = test_step.one_step(many, batch)
+    chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(metrics, wanted_metrics, rtol=2e-5)
+
+
+def test_dropout_masks_do_not_depend_on_the_mesh():
+    batch = tiny.flat_batch()
+    one = Case(dropout=0.3, head=True)
+    wanted, _ = test_step.one_step(one, batch)
+    got, _ = test_step.one_step(dataclasses.replace(one, fsdp=2, tensor=2, accum=2), batch)
+    chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
+    plain, _ = test_step.one_step(dataclasses.replace(one, dropout=0.0), batch)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(plain, wanted, rtol=0, atol=1e-3)
+
+
+COMPILED = Case("int8", data=2, fsdp=2, tensor=2, accum=2, remat=True)
+
+
+def test_activations_are_summed_twice_a_block_in_each_direction():
+    """Forward, recomputed (only what the backward pass needs) and backward; and at both ends."""
+    program = test_compiled_step.compiled(COMPILED)
+    per_token = tiny.ROWS // COMPILED.accum // 4 * tiny.LENGTH
+    summed = program.reduced("all-reduce", looped=True)
+    activations = [shape for _, shape in summed if len(shape) == 3]
+    blocks, ends = 2 + 1 + 2, 2  # The embedding's rows, and the gradient of the head's input.
+    assert activations == [(per_token // tiny.LENGTH, tiny.LENGTH, 32)] * (blocks + ends)
+    # Of the logits: the largest, the sum of the exponentials and the one that is picked.
+    tokens = [shape for _, shape in summed if len(shape) != 3]
+    assert len(tokens) == 3 and len(set(tokens)) == 1 and len(tokens[0]) == 1
+
+
+def test_each_adapter_gradient_is_reduced_once_outside_every_loop():
+    program = test_compiled_step.compiled(COMPILED)
+    leaves = jax.tree.leaves(tiny.trainer(COMPILED).trainable)
+    # Factors that are split lie in halves.
+    local = sorted(leaf.addressable_shards[0].data.shape for leaf in leaves)
+    summed = [a for _, a in program.reduced("all-reduce", looped=False) if a]
+    assert sorted(summed) == local
+    assert not {a for _, a in program.reduced("all-reduce", looped=True)} & set(local)
+    # Two groups of devices: for whole factors and for halves. The rest are norms and flags.
+    of_leaves = [r for r, _ in program.ops("all-reduce", looped=False) if "f32[3," in r]
+    assert len(of_leaves) == 2
+
+
+def test_codes_are_gathered_along_fsdp_alone():
+    program = test_compiled_step.compiled(COMPILED)
+    gathered = program.reduced("all-gather", looped=True)
+    halves = {(32, 16), (32, 8), (16, 32), (32, 24), (24, 32)}
+    assert {shape for dtype, shape in gathered if dtype == "s8"} == halves
+    assert {shape for dtype, shape in gathered if dtype != "s8"} == {(1, 32)}
+
+
+def test_what_was_gathered_can_be_kept():
+    """Then each weight is gathered once, and the whole base lies on every device."""
+    case = test_compiled_step.FSDP
+    kept = dataclasses.replace(case, keep_gathered=True)
+    test_step.assert_is_reference(kept, tiny.flat_batch())
+    kernels = test_compiled_step.KERNELS
+
+    def count(case):
+        found = test_compiled_step.compiled(case).reduced("all-gather", looped=True)
+        return len([shape for dtype, shape in found if dtype == "s8" and shape in kernels])
+
+    assert (count(case), count(test_compiled_step.FSDP_REMAT), count(kept)) == (14, 14, 7)
+    stacked = {("s8", (tiny.LAYERS, *kernel)) for kernel in kernels}
+    assert stacked <= set(test_compiled_step.arrays(test_compiled_step.compiled(kept).text))
+
+
+def _plan(rules: tuple[str, ...], **overrides: str) -> plan.Plan:
+    raw = tiny_config.get_config().to_dict()
+    raw["batch_size"], raw["mesh"] = 8, raw["mesh"] | {"tensor": 2, "rules": rules}
+    raw["mesh"]["overrides"] = overrides
+    settings = config.parse(raw)
+    model = tiny.hf_config(vocab_size=2**14, hidden_size=64)
+    return plan.make(settings, model, "config.json", jax.devices())
+
+
+def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
+    """4 MB of embeddings beside 0.1 MB of other weights."""
+    rest = ("heads:tensor", "kv_heads:tensor", "mlp:tensor")
+    with pytest.raises(errors.ConfigError, match="leave embed_tokens.weight whole on each of 8 dev"
+                       r".*: 4,194,304 bytes; add a rule for vocab or embed"):  # fmt: skip
+        _plan(rest)
+    _plan((*rest, "vocab:fsdp"))
+    asked = _plan(rest, embed_tokens="vocab:none")
+    assert "embed_tokens.weight" in {
+        row.path for row in plan.array_rows(asked) if row.is_replicated
+    }
+    whole = "98.4% on every one alike"
+    assert whole in plan.table(asked), plan.table(asked)

@@ -136,10 +136,10 @@ def test_plan_prints_every_leaf_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "plan", "--plan") == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"layers\.self_attn\.q_proj\.weight\.qvalue +2×64×64 +int8 +\(-, fsdp, -\) +1,024", out
+        r"layers\.self_attn\.q_proj\.weight\.qvalue +2×64×64 +int8 +\(-, fsdp, -\) +1,024 +1\n", out
     )
     assert re.search(
-        r"layers\.self_attn\.q_proj\.lora_a +2×64×4 +float32 +\(-, -, -\) +2,048 +yes", out
+        r"layers\.self_attn\.q_proj\.lora_a +2×64×4 +float32 +\(-, -, -\) +2,048 +8 +yes", out
     )
     assert re.search(r"lora\.r +4\n", out)
     assert not (tmp_path / "plan").exists()
@@ -264,11 +264,11 @@ def test_time_between_saves_begins_at_the_last_save():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: next(times))
         saves = train.Saves(settings, first=1)
-        assert not saves.are_due(1)
-        assert saves.are_due(2)
+        assert not saves.are_due(1, saves.wish())
+        assert saves.are_due(2, saves.wish())
         saves.done(None, 2)
-        assert not saves.are_due(3)
-        assert saves.are_due(4)
+        assert not saves.are_due(3, saves.wish())
+        assert saves.are_due(4, saves.wish())
 
 
 def test_the_first_save_that_fails_ends_the_run_at_its_first_step(tmp_path, monkeypatch):

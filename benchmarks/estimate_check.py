@@ -111,7 +111,7 @@ def measured(case: str, steps: int) -> dict[str, float]:
     p = plan.make(c, estimate.open_config(c.model.path), c.model.path, jax.devices()[:1])
     tx = optim.transformation(c.optim, p.trainable_infos)
     layout = assembly.layout_of(p, tx)
-    arguments = footprint.abstract_arguments(p, layout, tx)
+    arguments = footprint.abstract_arguments(p)
     step = assembly.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
     analysis = step.memory_analysis()
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

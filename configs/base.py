@@ -18,7 +18,7 @@ def either(value: object) -> config_dict.FieldReference:
     return config_dict.FieldReference(value, field_type=object)
 
 
-def table(value: dict[str, float]) -> config_dict.FieldReference:
+def table(value: dict[str, object]) -> config_dict.FieldReference:
     """A key that takes a dict; the names in it may have dots."""
     return config_dict.FieldReference(value, field_type=dict)
 

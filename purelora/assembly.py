@@ -180,7 +180,7 @@ def load_weights(
     """
     start = time.perf_counter()
     infos, placed = plan.loaded
-    quiet = None if distributed.is_main() else True  # None: unless this is no terminal.
+    quiet = None if distributed.is_main() else True  # None: quiet unless this is a terminal.
     with tqdm.tqdm(desc="weights", unit="tensor", leave=False, disable=quiet) as bar:
 
         def progress(done: int, total: int) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 from purelora import errors
 
 Patterns = str | tuple[str, ...]
-# A key of `rank_pattern` and `alpha_pattern`: a regex for the end of a name, from a dot on.
+# A key of `rank_pattern`, `alpha_pattern` and `mesh.overrides`: a regex for the end of a name,
+# from a dot on.
 MODULE_PATTERN = r"(.*\.)?({})$"
 # Values of `init_lora_weights` that take the adapter out of the weight.
 FACTORED_INITS = ("pissa", "olora", "loftq")

@@ -13,11 +13,16 @@ With one process nothing here does anything.
 import collections
 import contextlib
 import dataclasses
+import faulthandler
+import itertools
 import json
 import os
+import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +34,11 @@ from purelora import errors, links
 
 # A dead process ends all waits: see `links`, and the heartbeats of JAX's own.
 _WAIT_MSECS = 7 * 24 * 60 * 60 * 1000
+# With less, a process that is only busy counts as one that is gone.
+LEAST_HEARTBEAT_SECS = 5
+# How long the processes wait for each other when they start, and how long of it without a word.
+_MEET_SECS, _SILENT_SECS = 300, 15
+_POLL_SECS = 0.5
 _ENVIRONMENT = {
     "coordinator_address": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
@@ -77,23 +87,23 @@ class Options:
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether anything says so."""
+        """Whether they say that there are other processes."""
         return self.distributed or self != Options(
             heartbeat_timeout_seconds=self.heartbeat_timeout_seconds
         )
 
     def _problems(self) -> Iterator[errors.Problem]:
         address, count, index = self.coordinator_address, self.num_processes, self.process_id
-        if address is not None and not address.rpartition(":")[2].isdecimal():
-            what, remedy = "has no port", "write HOST:PORT, the same for all processes"
+        if address is not None and not _is_address(address):
+            what, remedy = "is no host with a port", "write HOST:PORT, the same for all processes"
             yield errors.Problem("--coordinator_address", address, what, remedy)
         if count is not None and count < 1:
             yield errors.Problem("--num_processes", count, "must be at least 1", "")
         if index is not None and not 0 <= index < (count or index + 1):
             what = "must be from 0 to the number of processes less one"
             yield errors.Problem("--process_id", index, what, "")
-        if self.heartbeat_timeout_seconds < 5:
-            what = "must be at least 5"
+        if self.heartbeat_timeout_seconds < LEAST_HEARTBEAT_SECS:
+            what = f"must be at least {LEAST_HEARTBEAT_SECS}"
             yield errors.Problem(
                 "--heartbeat_timeout_seconds", self.heartbeat_timeout_seconds, what, ""
             )
@@ -103,6 +113,11 @@ class Options:
             what = f"must be given too (or {', '.join(_ENVIRONMENT[name] for name in missing)})"
             where = ", ".join(f"--{name}" for name in missing)
             yield errors.Problem(where, None, what, "or --distributed, if JAX knows the cluster")
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +141,8 @@ class _Group:
         return f"purelora/{name}/{self.turns[name]}"
 
 
-# What this process is; empty where it is the only one.
+# What this process is; empty where it is the only one. JAX is not asked, as it would open its
+# devices at once, whatever the command.
 _groups: list[_Group] = []
 
 
@@ -141,23 +157,69 @@ def initialise(options: Options) -> None:
         return
     # It would take SIGTERM away from `signals`.
     jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(
-            options.coordinator_address,
-            options.num_processes,
-            options.process_id,
-            heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
-        )
-    except (ValueError, RuntimeError) as error:
-        where = "--distributed" if options.distributed else "--coordinator_address"
-        what = f"does not bring the processes together: {error}"
-        remedy = "give --coordinator_address, --num_processes and --process_id"
-        raise errors.ConfigError(where, options.coordinator_address, what, remedy) from error
+    _meet(options)
     index, count = jax.process_index(), jax.process_count()
     if count > 1:
         client: Any = jax_distributed.global_state.client
         link = links.join(client, index, count, host=_coordinator_host(), wait_msecs=_WAIT_MSECS)
         _groups.append(_Group(index, count, link))
+
+
+def _meet(options: Options) -> None:
+    """Starts JAX's own runtime, which waits for the other processes.
+
+    It does so without a word, deaf to Python's signals and threads, and would in the end abort this
+    process with a stack trace.
+    """
+    if options.process_id:
+        _wait_for_main(str(options.coordinator_address))
+    elif options.process_id == 0 and options.num_processes != 1:
+        where = f"at {options.coordinator_address}, {_MEET_SECS} seconds at most"
+        text = f"process 0 of {options.num_processes} waits for the others {where}"
+        print(text, file=sys.stderr, flush=True)
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_MEET_SECS, exit=True, file=nowhere)
+        try:
+            jax.distributed.initialize(
+                options.coordinator_address,
+                options.num_processes,
+                options.process_id,
+                heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
+                initialization_timeout=2 * _MEET_SECS,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise _apart(options.coordinator_address, str(error)) from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGINT, previous)
+
+
+def _wait_for_main(address: str) -> None:
+    """Until process 0 has opened its port. Raises ConfigError if it does not."""
+    host, _, port = address.rpartition(":")
+    start, is_silent = time.monotonic(), True
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _POLL_SECS).close()
+            return
+        except OSError as error:
+            waited_secs, why = time.monotonic() - start, error
+        if waited_secs > _MEET_SECS:
+            raise _apart(address, f"process 0 has not answered for {_MEET_SECS} seconds: {why}")
+        if waited_secs > _SILENT_SECS and is_silent:
+            is_silent = False
+            text = f"waits for process 0 at {address}, {_MEET_SECS} seconds at most ({why})"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(_POLL_SECS)
+
+
+def _apart(address: str | None, why: str) -> errors.ConfigError:
+    where = "--distributed" if address is None else "--coordinator_address"
+    what = f"does not bring the processes together: {why}"
+    remedy = "give all of them one address, of process 0 with a port that is free there, one "
+    remedy += "--num_processes, and each a --process_id of its own"
+    return errors.ConfigError(where, address, what, remedy)
 
 
 def _coordinator_host() -> str:
@@ -181,7 +243,10 @@ def is_main() -> bool:
 
 
 def barrier(name: str) -> None:
-    """Waits until all processes are here; each `name` by one thread of a process only."""
+    """Waits until all processes are here.
+
+    A `name` is for one thread of a process: two would wait under each other's keys.
+    """
     if _groups:
         group = _groups[0]
         group.client.wait_at_barrier(group.key(name), _WAIT_MSECS)
@@ -222,10 +287,12 @@ def gathered(name: str, text: str) -> list[str]:
 
 
 def check_equal(name: str, text: str) -> None:
-    """Raises ConfigError unless `text` is the same in all processes."""
+    """Raises ConfigError with the first line that differs unless all processes have one `text`."""
     for index, other in enumerate(gathered(name, text)):
         if other != text:
-            what = f"is {other!r} in process {index} and {text!r} in process {process_index()}"
+            lines = itertools.zip_longest(other.splitlines(), text.splitlines())
+            theirs, own = next(pair for pair in lines if pair[0] != pair[1])
+            what = f"is {theirs!r} in process {index} and {own!r} in process {process_index()}"
             remedy = "give all processes the same arguments and the same files"
             raise errors.ConfigError(name, None, what, remedy)
 
@@ -261,12 +328,8 @@ def fail(text: str, status: int) -> None:
     The first process to fail is the one that is heard; nothing more is waited for or saved.
     """
     if _groups:
-        _end(text, status)
-
-
-def _end(text: str, status: int) -> NoReturn:
-    sys.stdout.flush()
-    _groups[0].link.fail(text, status)
+        sys.stdout.flush()
+        _groups[0].link.fail(text, status)
 
 
 def finish() -> None:

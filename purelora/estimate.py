@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -38,7 +38,7 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _MOST_DEVICES = 4096
 _MOST_ROWS = 4096
 _TILES = (None, 128, 64, 32)
-_REMATS = ("none", "full")
+_REMATS: tuple[Literal["none", "full"], ...] = ("none", "full")
 _NOTE = (
     "the buffers are those of XLA's CPU compiler, which also gathers bfloat16 weights as float32; "
     "a GPU's or TPU's fuses and schedules otherwise, so temporary bytes differ there"
@@ -239,13 +239,14 @@ def _describe_traffic(needs: footprint.Footprint) -> Iterator[str]:
     total = sum(row.received_bytes for row in needs.traffic)
     yield f"  {'in all':<22}{'':<10}{'':>6}{'':>8}{total / 1e6:>14,.1f}"
     if needs.unknown_loops:
-        yield f"  at least: how often {', '.join(needs.unknown_loops)} loop is not known"
+        loops = ", ".join(needs.unknown_loops)
+        yield f"  at least: the trip counts of these loops are not known: {loops}"
 
 
 def traffic_row(row: hlo.Traffic) -> str:
     """One line of the table of collectives; bytes are what one device receives."""
     return (
-        f"  {row.kind:<22}{' '.join(row.dtypes):<10}{row.ways:>6}{row.runs:>8,}"
+        f"  {row.kind:<22}{' '.join(row.dtypes):<10}{row.group_size:>6}{row.runs:>8,}"
         f"{row.received_bytes / 1e6:>14,.1f}"
     )
 
@@ -289,7 +290,7 @@ def _describe_fits(
 
 
 def _most_rows(
-    plan: plans.Plan, hf_config: Mapping[str, Any], remat: Any, memory_gb: float
+    plan: plans.Plan, hf_config: Mapping[str, Any], remat: Literal["none", "full"], memory_gb: float
 ) -> footprint.Fit:
     """The most rows of a device and micro-batch that fit."""
     c = dataclasses.replace(plan.config, remat=remat, scan_layers=True)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from purelora import assembly, config, errors, hlo, info, lora, optim, rules, specs, targets
+from purelora import assembly, config, errors, hlo, optim, rules, specs, targets
 from purelora import plan as plans
 from purelora import state as states
 from purelora import step as steps
@@ -95,6 +95,7 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
+        """Everything that is there at once, at the worst."""
         return self.argument_bytes + self.temp_bytes
 
     @property
@@ -127,11 +128,22 @@ def program_of(plan: plans.Plan) -> hlo.Program:
     return hlo.Program.of(_compile(plan)[1].as_text())
 
 
+class _Setup(NamedTuple):
+    """What a plan's step is made with."""
+
+    tx: optax.GradientTransformation
+    layout: steps.Layout
+
+    @classmethod
+    def of(cls, plan: plans.Plan) -> "_Setup":
+        tx = optim.transformation(plan.config.optim, plan.trainable_infos)
+        return cls(tx, assembly.layout_of(plan, tx))
+
+
 def _compile(plan: plans.Plan) -> tuple[Arguments, Any]:
     """The step's abstract arguments, and the step compiled for them."""
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    layout = assembly.layout_of(plan, tx)
-    arguments = abstract_arguments(plan, layout, tx)
+    tx, layout = _Setup.of(plan)
+    arguments = abstract_arguments(plan)
     step = assembly.train_step(plan, layout, tx, schedule_steps=1)
     return arguments, step.lower(*arguments).compile()
 
@@ -170,7 +182,7 @@ def formula(
     def extended(a: int, b: int) -> int:
         return round(a + (b - a) * ahead)
 
-    parts = counted(plan, arguments_of(plan))
+    parts = counted(plan, abstract_arguments(plan))
     rest = [f.temp_bytes - f.parts.activations for f in (few, more)]
     return Footprint(
         method="formula",
@@ -187,20 +199,19 @@ def _extended_traffic(
     few: Sequence[hlo.Traffic], more: Sequence[hlo.Traffic], extended: Callable[[int, int], int]
 ) -> list[hlo.Traffic]:
     """The collectives at the full depth, kind by kind."""
-    before = {(t.kind, t.dtypes, t.ways): t for t in few}
+    before = {(t.kind, t.dtypes, t.group_size): t for t in few}
     found = []
     for t in more:
-        key = (t.kind, t.dtypes, t.ways)
+        key = (t.kind, t.dtypes, t.group_size)
         old = before.get(key, t._replace(runs=0, received_bytes=0))
         size = extended(old.received_bytes, t.received_bytes)
         found.append(t._replace(runs=extended(old.runs, t.runs), received_bytes=size))
     return sorted(found, key=lambda row: -row.received_bytes)
 
 
-def abstract_arguments(
-    plan: plans.Plan, layout: steps.Layout, tx: optax.GradientTransformation
-) -> Arguments:
+def abstract_arguments(plan: plans.Plan) -> Arguments:
     """The arguments of a plan's step, without arrays."""
+    tx, layout = _Setup.of(plan)
     create = functools.partial(states.create, tx=tx, key=jax.random.key(0))
     state = jax.eval_shape(create, jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos))
     base = jax.tree.map(lambda leaf: leaf.abstract, plan.base_infos)
@@ -217,22 +228,13 @@ def abstract_arguments(
     )
 
 
-def arguments_of(plan: plans.Plan) -> Arguments:
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    return abstract_arguments(plan, assembly.layout_of(plan, tx), tx)
-
-
 def _placed(array: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def base_bytes(plan: plans.Plan) -> int:
     """Bytes of the frozen base on one device."""
-    return sum(
-        plans.device_bytes(leaf, spec, plan.mesh)
-        for pairs in _arrays(plan.base_infos, plan.base_specs).values()
-        for leaf, spec in pairs
-    )
+    return sum(row.device_bytes for row in plans.array_rows(plan) if not row.is_trained)
 
 
 def _bytes(tree: Any) -> int:
@@ -283,8 +285,7 @@ def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
         )
         return loss
 
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    layout = assembly.layout_of(plan, tx)
+    tx, layout = _Setup.of(plan)
     schedule = optim.schedule(plan.config.optim, 1)
     jax.eval_shape(steps.make_train_step(observed, tx, schedule, layout), *arguments)
     return kept[0]
@@ -296,43 +297,27 @@ def _ways(plan: plans.Plan, spec: Any, *, gathered: bool) -> int:
     return math.prod(plan.mesh.shape[a] for a in axes if (a in rules.BATCH_AXES) == gathered)
 
 
-def _arrays(infos: trees.Tree, placed: trees.Tree) -> dict[str, list[tuple[info.ParamInfo, Any]]]:
-    """(declaration, spec) of the arrays of each leaf; a QArray has two."""
-    found, flat = {}, trees.flatten(placed)
-    for path, leaf in trees.flatten(infos).items():
-        layouts = jax.tree.leaves(flat[path], is_leaf=lambda s: isinstance(s, specs.P))
-        found[path] = list(zip(jax.tree.leaves(leaf), layouts, strict=True))
-    return found
-
-
 def _gradient_bytes(plan: plans.Plan) -> int:
     """Adapters are whole in the loops, and so are their gradients; sharded weights stay shards."""
-    total = 0
-    for path, pairs in _arrays(plan.trainable_infos, plan.trainable_specs).items():
-        for leaf, spec in pairs:
-            whole = _ways(plan, spec, gathered=True) if lora.is_adapter(path) else 1
-            total += plans.device_bytes(leaf, spec, plan.mesh) * whole
-    return total
+    return sum(
+        row.device_bytes * (_ways(plan, row.spec, gathered=True) if row.is_adapter else 1)
+        for row in plans.array_rows(plan)
+        if row.is_trained
+    )
 
 
 def _gathered(plan: plans.Plan) -> tuple[int, int]:
     """Bytes of one layer's gathered weights, and of the largest gathered one outside of layers."""
-    layer, table = 0, 0
-    weights = _arrays(plan.base_infos, plan.base_specs)
-    trained = _arrays(plan.trainable_infos, plan.trainable_specs)
-    weights |= {path: pairs for path, pairs in trained.items() if not lora.is_adapter(path)}
-    for pairs in weights.values():
-        ways = [_ways(plan, spec, gathered=True) for _, spec in pairs]
-        whole = sum(
-            plans.device_bytes(leaf, spec, plan.mesh) * n
-            for (leaf, spec), n in zip(pairs, ways, strict=True)
-            if n > 1
-        )
-        if pairs[0][0].is_stacked:
-            layer += whole // pairs[0][0].shape[0]
+    layer, tables = 0, dict[str, int]()
+    for row in plans.array_rows(plan):
+        ways = _ways(plan, row.spec, gathered=True)
+        if ways == 1 or row.is_adapter:
+            continue
+        if row.info.is_stacked:
+            layer += row.device_bytes * ways // row.info.shape[0]
         else:
-            table = max(table, whole)
-    return layer, table
+            tables[row.leaf] = tables.get(row.leaf, 0) + row.device_bytes * ways
+    return layer, max(tables.values(), default=0)
 
 
 def _logits_bytes(plan: plans.Plan) -> int:
@@ -341,13 +326,9 @@ def _logits_bytes(plan: plans.Plan) -> int:
     tokens = c.micro_batch_size // specs.row_ways(plan.mesh) * c.max_length
     chunks = -(-tokens // c.loss_chunk_tokens)
     name = targets.EMBEDDING if plan.model.is_tied else targets.HEAD
-    path = f"{name}.weight"
-    pairs = {
-        **_arrays(plan.base_infos, plan.base_specs),
-        **_arrays(plan.trainable_infos, plan.trainable_specs),
-    }[path]
-    codes, spec = pairs[0]
-    return -(-tokens // chunks) * codes.shape[0] // _ways(plan, spec[:1], gathered=False) * 4
+    head = next(row for row in plans.array_rows(plan) if row.leaf == f"{name}.weight")
+    rows = head.info.shape[0] // _ways(plan, head.spec[:1], gathered=False)
+    return -(-tokens // chunks) * rows * 4
 
 
 class Fit(NamedTuple):

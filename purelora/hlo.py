@@ -98,14 +98,14 @@ class Collective(NamedTuple):
       kind: one of `COLLECTIVES`.
       arrays: its results on a device: several where the compiler has combined several. A bfloat16
         sum that XLA's CPU compiler has widened to float32 is given as the bfloat16 that it is.
-      ways: how many devices take part in one group of it.
+      group_size: how many devices take part in one group of it.
       runs: how often it runs.
       in_loop: whether it stands inside a loop.
     """
 
     kind: str
     arrays: tuple[Array, ...]
-    ways: int
+    group_size: int
     runs: int
     in_loop: bool
 
@@ -116,12 +116,12 @@ class Collective(NamedTuple):
         Of the n parts of a gathered array it has one already; to scatter a sum, n - 1 parts
         the size of the result arrive; to reduce is to scatter and then to gather.
         """
-        size, others = sum(array.bytes for array in self.arrays), self.ways - 1
+        size, others = sum(array.bytes for array in self.arrays), self.group_size - 1
         if self.kind == "reduce-scatter":
             return size * others
         if self.kind in ("collective-permute", "collective-broadcast"):
             return size
-        return (2 if self.kind == "all-reduce" else 1) * size * others // self.ways
+        return (2 if self.kind == "all-reduce" else 1) * size * others // self.group_size
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -135,14 +135,14 @@ class Traffic(NamedTuple):
     Attributes:
       kind: one of `COLLECTIVES`.
       dtypes: HLO's names of the element types.
-      ways: how many devices take part in one group.
+      group_size: how many devices take part in one group.
       runs: how many run; several combined into one count once.
       received_bytes: what a device receives in all of them.
     """
 
     kind: str
     dtypes: tuple[str, ...]
-    ways: int
+    group_size: int
     runs: int
     received_bytes: int
 
@@ -228,7 +228,7 @@ class Program:
         return [
             Collective(
                 instruction.kind,
-                _reduced(instruction),
+                _unpromoted(instruction),
                 group_size(instruction.line, self.devices),
                 self.runs[name],
                 name in self.looped,
@@ -242,7 +242,7 @@ class Program:
         """The collectives that move anything, by kind, those that move most first."""
         found: dict[tuple[str, tuple[str, ...], int], tuple[int, int]] = {}
         for c in self.collectives():
-            key = (c.kind, c.dtypes, c.ways)
+            key = (c.kind, c.dtypes, c.group_size)
             runs, size = found.get(key, (0, 0))
             found[key] = (runs + c.runs, size + c.runs * c.received_bytes)
         rows = [Traffic(*key, runs, size) for key, (runs, size) in found.items() if size]
@@ -294,7 +294,7 @@ def _arrived(opcode: str, result: tuple[Array, ...]) -> tuple[Array, ...]:
     return result[1:2] if opcode == "collective-permute" else result
 
 
-def _reduced(instruction: Instruction) -> tuple[Array, ...]:
+def _unpromoted(instruction: Instruction) -> tuple[Array, ...]:
     """The results of a collective in the dtypes that it had before they were widened."""
     if not _PROMOTED.search(instruction.line):
         return instruction.result

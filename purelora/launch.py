@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-from purelora import cli, errors, reporting
+from purelora import cli, distributed, errors, reporting
 
 _POLL_SECS = 0.05
 # Beyond the heartbeats' timeout: what a process that has noticed may take to end.
@@ -49,7 +49,8 @@ class Options:
     def problems(self) -> Iterator[errors.Problem]:
         """Values out of range."""
         for name, value in dataclasses.asdict(self).items():
-            least = 5 if name == "heartbeat_timeout_seconds" else 1
+            is_timeout = name == "heartbeat_timeout_seconds"
+            least = distributed.LEAST_HEARTBEAT_SECS if is_timeout else 1
             if value < least:
                 yield errors.Problem(f"--{name}", value, f"must be at least {least}", "")
 

@@ -24,7 +24,7 @@ from purelora import errors
 _CONNECT_SECS = 60.0
 # How long an end waits for the others to hear of it.
 _END_SECS = 10.0
-LOST_STATUS = 1
+_LOST_STATUS = 1
 _KEY = "purelora/links"
 _BYE = {"bye": True}
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -69,7 +69,8 @@ def join(client: Client, index: int, count: int, *, host: str, wait_msecs: int) 
         port, token = json.loads(client.blocking_key_value_get(_KEY, wait_msecs))
         return _Spoke(index, socket.create_connection((host, port), _CONNECT_SECS), token)
     except OSError as error:
-        what = f"does not let process {index} connect to process 0: {error}"
+        who = f"process {index}" if index else f"all of the {count} processes"
+        what = f"does not let {who} connect to process 0: {error}"
         remedy = "let all processes reach the host of process 0, on any port"
         raise errors.ConfigError("--coordinator_address", host, what, remedy) from error
 
@@ -150,7 +151,7 @@ class _Hub:
             pass  # As if it had been closed.
         self._ended[index].set()
         if not self._is_over.is_set():
-            self._end_all(_lost(f"process {index} of {self._count}"), LOST_STATUS)
+            self._end_all(_lost(f"process {index} of {self._count}"), _LOST_STATUS)
 
     def fail(self, text: str, status: int) -> NoReturn:
         """See `Link`."""
@@ -202,7 +203,7 @@ class _Spoke:
         except (OSError, ValueError):
             pass  # As if it had been closed.
         if not self._is_over.is_set():
-            _exit(_lost("process 0"), LOST_STATUS)
+            _exit(_lost("process 0"), _LOST_STATUS)
 
     def fail(self, text: str, status: int) -> NoReturn:
         """See `Link`."""

@@ -37,17 +37,17 @@ def token_nll(
 ) -> jax.Array:
     """`-log softmax(logits)[target]` of each token, `[N]` float32.
 
-    Split by outputs, a device has the logits of some of the tokens: V of them from `first` on.
+    Where the head is split by outputs, V is a device's part of the vocabulary.
     """
     logits = logits_NV.astype(jnp.float32)
     count = logits.shape[-1]
-    top = parallel.max(jax.lax.stop_gradient(logits.max(axis=-1)))
+    top = parallel.pmax(jax.lax.stop_gradient(logits.max(axis=-1)))
     total = jnp.exp(logits - top[:, None]).sum(axis=-1)
     rows = targets_N - parallel.first(count)
     is_own = (rows >= 0) & (rows < count)
     column = jnp.clip(rows, 0, count - 1)[:, None]
     picked = jnp.where(is_own, jnp.take_along_axis(logits, column, axis=-1)[:, 0], 0)
-    total, picked = parallel.sum((total, picked))
+    total, picked = parallel.psum((total, picked))
     return jnp.log(total) + top - picked
 
 

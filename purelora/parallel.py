@@ -30,19 +30,19 @@ class Parallel:
 
     @property
     def ways(self) -> int:
-        """How many parts there are."""
+        """How many devices share the weight."""
         return 1
 
     def first(self, size: int) -> Any:
-        """Number of the first element of this device's part of `size` elements."""
+        """Number, in the whole dimension, of the first element of this device's `size`."""
         del size
         return 0
 
-    def sum(self, parts: Any) -> Any:
+    def psum(self, parts: Any) -> Any:
         """Sum of a pytree over the devices that share the weight."""
         return parts
 
-    def max(self, part: jax.Array) -> jax.Array:
+    def pmax(self, part: jax.Array) -> jax.Array:
         """Largest over the devices that share the weight; not differentiable."""
         return part
 

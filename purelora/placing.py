@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+# A box of an array: a slice for each dimension.
 Index = tuple[slice, ...]
 
 
@@ -38,13 +39,13 @@ def _same(array: jax.Array) -> jax.Array:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """All of an array on every host; all processes must ask."""
+    """All of an array on every host; all processes must call it."""
     if not (array.is_fully_addressable or array.is_fully_replicated):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
 
-def whole(shape: tuple[int, ...]) -> Index:
+def whole_box(shape: tuple[int, ...]) -> Index:
     """The box that is all of an array."""
     return tuple(slice(0, size) for size in shape)
 
@@ -77,7 +78,7 @@ def from_box(
     """An array of `shape` of which each process has the values in its own `box`: see `own_box`."""
 
     def read(index: Index | None) -> np.ndarray:
-        assert index is not None  # It would be for devices of other processes only.
+        assert index is not None  # It is None only for devices of other processes.
         spans = [one.indices(size) for one, size in zip(index, shape, strict=True)]
         return part[
             tuple(

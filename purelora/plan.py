@@ -46,14 +46,19 @@ class Plan:
     @functools.cached_property
     def rules(self) -> rules_lib.Rules:
         """From logical axes to mesh axes."""
-        return rules_lib.parse_rules(self.config.mesh.rules, self.config.mesh.overrides)
+        parsed = rules_lib.parse_rules(self.config.mesh.rules, self.config.mesh.overrides)
+        weights = {path: module.weight.axes for path, module in self.model.modules.items()}
+        tied = {targets.HEAD: targets.EMBEDDING} if self.model.is_tied else {}
+        return parsed.settled(weights, tied)
 
     @functools.cached_property
     def base_specs(self) -> trees.Tree:
+        """How the frozen leaves are split; see `specs.spec_tree`."""
         return specs.spec_tree(self.base_infos, self.mesh, self.rules, self.model.axis_counts)
 
     @functools.cached_property
     def trainable_specs(self) -> trees.Tree:
+        """How the trained leaves are split."""
         sharded = self.config.mesh.shard_adapters or not self.config.lora.enabled
         rules = self.rules.of_adapters(sharded)
         return specs.spec_tree(self.trainable_infos, self.mesh, rules, self.model.axis_counts)
@@ -81,6 +86,7 @@ class Plan:
 
     @property
     def execution(self) -> causal_lm.Execution:
+        """How the model is computed."""
         c = self.config
         return causal_lm.Execution(
             dtype=jnp.dtype(c.dtype),
@@ -217,10 +223,23 @@ def _check_quantised(q: config.QuantConfig, model: causal_lm.CausalLM) -> None:
 
 def _checked(plan: Plan) -> Plan:
     """Builds the spec trees, so that what does not divide is found before anything is allocated."""
-    plan.rules.check_overrides([path.rpartition(".")[0] for path in plan.model.flat_infos])
+    axes: dict[str, set[str | None]] = {}
+    for path, leaf in plan.model.flat_infos.items():
+        axes.setdefault(path.rpartition(".")[0], set()).update(leaf.axes)
+    plan.rules.check_overrides(axes)
     _ = plan.base_specs, plan.trainable_specs, plan.shards
+    _check_tensor(plan)
     _check_replicated(plan)
     return plan
+
+
+def _check_tensor(plan: Plan) -> None:
+    """Raises ConfigError if devices along `tensor` would all do the same."""
+    ways = plan.mesh.shape[rules_lib.TENSOR]
+    if ways > 1 and not plan.shards.parallels:
+        what = "splits nothing: by mesh.rules no axis of this model goes to it"
+        remedy = "add heads:tensor, kv_heads:tensor, mlp:tensor or vocab:tensor, or set it to 1"
+        raise errors.ConfigError(f"mesh.{rules_lib.TENSOR}", ways, what, remedy)
 
 
 def _check_replicated(plan: Plan) -> None:
@@ -231,7 +250,7 @@ def _check_replicated(plan: Plan) -> None:
     problems = []
     for row in rows:
         if ways > 1 and row.is_replicated and row.total_bytes > max(large, _LARGE_BYTES):
-            asked = {axis for axis, to in plan.rules.of(row.path) if to is None}
+            asked = {axis for axis, to in plan.rules.of(row.leaf) if to is None}
             if not asked & set(row.info.axes):
                 axes = [axis for axis in row.info.axes if axis not in (None, "layers")]
                 size = f"{row.total_bytes:,} bytes"
@@ -260,7 +279,8 @@ class ArrayRow:
     """One array of a plan.
 
     Attributes:
-      path: tree path of the leaf; the two arrays of a QArray end in `.qvalue` and `.scale`.
+      leaf: tree path of the leaf that it is, or is part of.
+      path: its own; those of the two arrays of a QArray end in `.qvalue` and `.scale`.
       info: its declaration.
       spec: how it is split.
       is_trained: whether it is trained.
@@ -269,6 +289,7 @@ class ArrayRow:
       device_bytes: bytes on one device.
     """
 
+    leaf: str
     path: str
     info: info.ParamInfo
     spec: P
@@ -295,7 +316,8 @@ def array_rows(plan: Plan) -> list[ArrayRow]:
             for suffix, one, spec in _arrays(leaf, flat_specs[path]):
                 sizes = trees.leaf_bytes(one.abstract), device_bytes(one, spec, plan.mesh)
                 is_adapter = plan.config.lora.enabled and lora.is_adapter(path)
-                rows.append(ArrayRow(path + suffix, one, spec, is_trained, is_adapter, *sizes))
+                names = path, path + suffix
+                rows.append(ArrayRow(*names, one, spec, is_trained, is_adapter, *sizes))
     return rows
 
 

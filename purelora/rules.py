@@ -1,10 +1,11 @@
 """Rules: which mesh axis each logical axis of an array goes to, as data that a config holds."""
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from purelora import errors
+from purelora import config, errors
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 MESH_AXES = (DATA, FSDP, TENSOR)
@@ -15,6 +16,7 @@ _LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expe
 # Where the maths of a module is split between devices (`parallel`), and not just its storage.
 _TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 
+# (logical axis, mesh axis) pairs; None keeps the axis whole.
 Table = tuple[tuple[str, str | None], ...]
 
 
@@ -29,25 +31,69 @@ class Rules:
       table: (logical axis, mesh axis) pairs.
       overrides: (regular expression, pairs): pairs that come before the table in the modules whose
         path it matches from a dot on.
+      splits: (module, logical axis) pairs: what `tensor` splits in all arrays of the module; None:
+        nothing. See `settled`.
     """
 
     table: Table
     overrides: tuple[tuple[str, Table], ...] = ()
+    splits: tuple[tuple[str, str | None], ...] = ()
 
     def of(self, path: str) -> Table:
         """The rules of the leaf at `path`."""
         module = path.rpartition(".")[0]
         own = [pairs for pattern, pairs in self.overrides if _is_named(module, pattern)]
-        return sum(own, ()) + self.table
+        table: Table = (*itertools.chain(*own), *self.table)
+        splits = dict(self.splits)
+        if module not in splits:
+            return table
+        split, rest = splits[module], tuple(pair for pair in table if pair[1] != TENSOR)
+        return rest if split is None else ((split, TENSOR), *rest)
 
-    def check_overrides(self, modules: Sequence[str]) -> None:
-        """Raises ConfigError for overrides that name none of the `modules` (tree paths)."""
+    def settled(
+        self, weights: Mapping[str, Sequence[str | None]], tied: Mapping[str, str]
+    ) -> "Rules":
+        """Rules by which all arrays of a module are split over `tensor` as its weight is.
+
+        A scale, a bias or an adapter has not all axes of the weight: by itself it might follow a
+        rule that gave way in the weight, and would not fit the device's part of the matmul.
+
+        Args:
+          weights: logical axes of the modules' weights, by tree path of the module.
+          tied: modules that use the weight of another one, and that one.
+        """
+        splits: list[tuple[str, str | None]] = []
+        for module, axes in weights.items():
+            table = self.of(f"{tied.get(module, module)}.weight")
+            split = [axes[dim] for dim, to in chosen(table, axes).items() if to == TENSOR]
+            splits.append((module, split[0] if split else None))
+        return dataclasses.replace(self, splits=tuple(splits))
+
+    def check_overrides(self, modules: Mapping[str, Collection[str | None]]) -> None:
+        """Raises ConfigError for overrides that would change nothing.
+
+        Args:
+          modules: logical axes of all modules, by tree path.
+        """
         names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
-        problems = [
-            errors.Problem("mesh.overrides", pattern, "names no module", f"there are {names}")
-            for pattern, _ in self.overrides
-            if not any(_is_named(module, pattern) for module in modules)
-        ]
+        problems: list[errors.Problem] = []
+        for pattern, pairs in self.overrides:
+            named = [axes for module, axes in modules.items() if _is_named(module, pattern)]
+            if not named:
+                what, remedy = "names no module", f"there are {names}"
+                problems.append(errors.Problem("mesh.overrides", pattern, what, remedy))
+                continue
+            known = {*itertools.chain(*named), "rank"} - {None, "layers"}
+            problems += [
+                errors.Problem(
+                    f"mesh.overrides[{pattern!r}]",
+                    axis,
+                    "is no axis of these modules",
+                    f"they have {', '.join(sorted(map(str, known)))}",
+                )
+                for axis, _ in pairs
+                if axis not in known
+            ]
         if problems:
             raise errors.ConfigError.of(problems)
 
@@ -60,16 +106,30 @@ class Rules:
             return tuple((axis, to) for axis, to in pairs if to in (TENSOR, None))
 
         overrides = tuple((pattern, tensor_only(pairs)) for pattern, pairs in self.overrides)
-        return Rules(tensor_only(self.table), overrides)
+        return dataclasses.replace(self, table=tensor_only(self.table), overrides=overrides)
+
+
+def chosen(table: Table, axes: Sequence[str | None]) -> dict[int, str | None]:
+    """By dimension of an array with these logical axes, the mesh axis of the rule that it follows.
+
+    Dimensions for which there is no rule are absent.
+    """
+    found: dict[int, str | None] = {}
+    for axis, mesh_axis in table:
+        is_free = mesh_axis is None or mesh_axis not in found.values()
+        dims = [i for i, a in enumerate(axes) if a == axis and i not in found]
+        if dims and is_free:
+            found[dims[0]] = mesh_axis
+    return found
 
 
 def _is_named(module: str, pattern: str) -> bool:
     """Whether an override's pattern is for the module at the tree path `module`."""
-    return re.fullmatch(rf"(.*\.)?(?:{pattern})", module) is not None
+    return re.match(config.MODULE_PATTERN.format(pattern), module) is not None
 
 
 def parse_rules(rules: Sequence[str], overrides: Mapping[str, str]) -> Rules:
-    """Rules as a config holds them: "embed:fsdp"; in overrides several, with commas between.
+    """Rules as a config holds them: "embed:fsdp", or several with commas between.
 
     Raises:
       ConfigError: what is no rule, or a rule that cannot be followed.
@@ -80,19 +140,19 @@ def parse_rules(rules: Sequence[str], overrides: Mapping[str, str]) -> Rules:
     for pattern, text in overrides.items():
         key = f"mesh.overrides[{pattern!r}]"
         try:
-            re.compile(pattern)
+            re.compile(config.MODULE_PATTERN.format(pattern))
         except re.error as error:
             what = f"is not a regular expression: {error}"
             problems.append(errors.Problem("mesh.overrides", pattern, what, ""))
-        own.append((pattern, _parse_table(key, text.replace(" ", "").split(","), problems)))
+        own.append((pattern, _parse_table(key, [text], problems)))
     if problems:
         raise errors.ConfigError.of(problems)
     return Rules(table, tuple(own))
 
 
-def _parse_table(key: str, rules: Sequence[str], problems: list[errors.Problem]) -> Table:
+def _parse_table(key: str, texts: Sequence[str], problems: list[errors.Problem]) -> Table:
     pairs: list[tuple[str, str | None]] = []
-    for rule in rules:
+    for rule in itertools.chain(*(text.replace(" ", "").split(",") for text in texts)):
         axis, colon, to = rule.partition(":")
         remedy = (
             f"logical axes: {', '.join(_LOGICAL_AXES)}; mesh axes: {', '.join(MESH_AXES)}, none"

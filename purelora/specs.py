@@ -111,19 +111,13 @@ class _Placing:
             if mesh_axis == TENSOR and groups % ways:
                 self.problems.append(self._inseparable(str(axis), groups, ways))
             elif leaf.shape[dim] % ways:
-                found = _indivisible(self.path, leaf, dim, mesh_axis, self.mesh, quantised)
-                self.problems.append(found)
+                self.problems.append(self._indivisible(leaf, dim, mesh_axis, quantised))
         return P(*entries)
 
     def _chosen(self, axes: Sequence[str | None]) -> list[tuple[int, str]]:
         """(dimension, mesh axis) of the dimensions that are split."""
-        chosen: dict[int, str | None] = {}
-        for axis, mesh_axis in self.table:
-            is_free = mesh_axis is None or mesh_axis not in chosen.values()
-            dims = [i for i, a in enumerate(axes) if a == axis and i not in chosen]
-            if dims and is_free:
-                chosen[dims[0]] = mesh_axis
-        return [(i, to) for i, to in chosen.items() if to is not None and self.mesh.shape[to] > 1]
+        found = rules_lib.chosen(self.table, axes).items()
+        return [(i, to) for i, to in found if to is not None and self.mesh.shape[to] > 1]
 
     def _inseparable(self, axis: str, groups: int, ways: int) -> errors.Problem:
         what = f"{self.path}: {groups} {axis} do not divide over {ways} devices"
@@ -131,36 +125,26 @@ class _Placing:
         remedy += "heads and kv_heads in mesh.rules: heads:none, kv_heads:none"
         return errors.Problem(f"mesh.{TENSOR}", ways, what, remedy)
 
-
-def _indivisible(
-    path: str,
-    leaf: info.ParamInfo,
-    dim: int,
-    mesh_axis: str,
-    mesh: Mesh,
-    quantised: qwix.QArray | None,
-) -> errors.Problem:
-    size, ways = leaf.shape[dim], mesh.shape[mesh_axis]
-    stored = leaf if quantised is None else quantised.qvalue
-    length = leaf.shape[dim] if quantised is None else quant.weight_info(quantised).shape[dim]
-    packed = length > stored.shape[dim] and quantised is not None
-    if stored.shape[dim] % ways:
-        pairs = ", two codes a byte," if packed else ""
-        what = f"{path}: {stored.axes[dim]} = {length}{pairs} does not divide over {ways} devices"
-        remedy = _divisors_remedy(stored.shape[dim])
-        if mesh_axis == TENSOR:
-            remedy += (
-                f"; to keep it whole on each device, use {stored.axes[dim]}:none in mesh.rules"
-            )
-        return errors.Problem(f"mesh.{mesh_axis}", ways, what, remedy)
-    tile = length // size
-    what = f"{path}: gives {size} tiles along {leaf.axes[dim]} = {length}, not divisible by "
-    return errors.Problem(
-        "quant.tile_size",
-        tile,
-        what + f"mesh.{mesh_axis} = {ways}",
-        tile_remedy(length, tile, ways, packed=packed),
-    )
+    def _indivisible(
+        self, leaf: info.ParamInfo, dim: int, mesh_axis: str, quantised: qwix.QArray | None
+    ) -> errors.Problem:
+        size, ways = leaf.shape[dim], self.mesh.shape[mesh_axis]
+        stored = leaf if quantised is None else quantised.qvalue
+        length = leaf.shape[dim] if quantised is None else quant.weight_info(quantised).shape[dim]
+        packed = length > stored.shape[dim] and quantised is not None
+        if stored.shape[dim] % ways:
+            pairs, axis = ", two codes a byte," if packed else "", stored.axes[dim]
+            what = f"{self.path}: {axis} = {length}{pairs} does not divide over {ways} devices"
+            remedy = _divisors_remedy(stored.shape[dim])
+            if mesh_axis == TENSOR:
+                remedy += f"; to keep it whole on each device, write {axis}:none in mesh.rules for "
+                remedy += f"{axis}:{TENSOR}"
+            return errors.Problem(f"mesh.{mesh_axis}", ways, what, remedy)
+        tile = length // size
+        what = f"{self.path}: gives {size} tiles along {leaf.axes[dim]} = {length}, "
+        what += f"not divisible by mesh.{mesh_axis} = {ways}"
+        remedy = tile_remedy(length, tile, ways, packed=packed)
+        return errors.Problem("quant.tile_size", tile, what, remedy)
 
 
 def check_tiles(infos: trees.Tree, tile_size: int, skip: Sequence[str]) -> None:
@@ -203,6 +187,7 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """All of an array of any rank on every device."""
     return NamedSharding(mesh, P())
 
 
@@ -245,7 +230,7 @@ class TensorParallel(parallel.Parallel):
 
     What every device of the axis has alike is invariant over it, and the results of its own part
     are varying. `spread` is a cast from one to the other, whose transpose is the sum of gradients;
-    `sum` goes back, and its transpose is the cast.
+    `psum` goes back, and its transpose is the cast.
     """
 
     @property
@@ -255,17 +240,17 @@ class TensorParallel(parallel.Parallel):
     def first(self, size: int) -> jax.Array:
         return jax.lax.axis_index(TENSOR) * size
 
-    def sum(self, parts: Any) -> Any:
+    def psum(self, parts: Any) -> Any:
         return jax.lax.psum(parts, TENSOR)
 
-    def max(self, part: jax.Array) -> jax.Array:
+    def pmax(self, part: jax.Array) -> jax.Array:
         return jax.lax.pmax(part, TENSOR)
 
     def spread(self, x: jax.Array) -> jax.Array:
         return jax.lax.pcast(x, TENSOR, to="varying") if self.splits == "outputs" else x
 
     def collect(self, y: jax.Array) -> jax.Array:
-        return self.sum(y) if self.splits == "inputs" else y
+        return self.psum(y) if self.splits == "inputs" else y
 
 
 def shards(
@@ -342,17 +327,23 @@ class GradientPath:
     already summed over the axis.
 
     See https://docs.jax.dev/en/latest/notebooks/shard_map.html.
+
+    Attributes:
+      cast: the mesh axes of the cast and of the sum.
+      dims: of a sharded adapter, the dimensions that are gathered, as `Gather` has them.
     """
 
     cast: tuple[str, ...]
     dims: tuple[tuple[int, str], ...]
 
     def enter(self, leaf: jax.Array) -> jax.Array:
+        """A device's shard as the loops take it: varying, and whole along `dims`."""
         if self.cast:
             leaf = jax.lax.pcast(leaf, self.cast, to="varying")
         return _gather_array(leaf, self.dims)
 
     def leave(self, gradient: jax.Array) -> jax.Array:
+        """A device's part of the gradient of what `enter` gave: the shard of the sum."""
         for dim, axis in reversed(self.dims):
             gradient = jax.lax.psum_scatter(
                 gradient, axis, scatter_dimension=gradient.ndim + dim, tiled=True
@@ -361,13 +352,12 @@ class GradientPath:
 
 
 def gradient_paths(specs: trees.Tree, base_specs: trees.Tree) -> trees.Tree:
-    """A GradientPath for each trained leaf; those called `lora_*` are gathered before the loops.
+    """A GradientPath for each trained leaf; adapters are gathered before the loops.
 
     Args:
       specs: specs of the trained leaves.
       base_specs: specs of the frozen ones.
     """
-
     flat = trees.flatten(specs)
     all_specs = {**flat, **trees.flatten(base_specs)}
     split = {p.rpartition(".")[0] for p, s in all_specs.items() if TENSOR in _arrays(s)[0]}

@@ -53,7 +53,7 @@ def plan_of(c: config.Config, count: int = 1, layers: int = LAYERS) -> plans.Pla
 
 
 def parts_of(plan: plans.Plan) -> footprint.Parts:
-    return footprint.counted(plan, footprint.arguments_of(plan))
+    return footprint.counted(plan, footprint.abstract_arguments(plan))
 
 
 @pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (1, 8), (2, 4)])

@@ -125,7 +125,7 @@ def test_sums_that_the_compiler_has_widened():
 
 
 def test_traffic_adds_up_what_is_alike():
-    rows = {(row.kind, row.ways): row for row in program().traffic()}
+    rows = {(row.kind, row.group_size): row for row in program().traffic()}
     assert rows["all-gather", 2] == hlo.Traffic("all-gather", ("s8",), 2, 15, 15 * 24)
     assert rows["all-reduce", 8].runs == 1
     sizes = [row.received_bytes for row in program().traffic()]
@@ -189,11 +189,11 @@ def test_collectives_of_a_compiled_program():
     read = hlo.Program.of(text)
     assert read.unknown_loops == () and read.devices == 8
     inside = [c for c in read.collectives() if c.in_loop]
-    assert {(c.kind, c.ways, c.arrays[0], c.runs) for c in inside} == {
+    assert {(c.kind, c.group_size, c.arrays[0], c.runs) for c in inside} == {
         ("all-gather", 4, hlo.Array("s8", (8,)), 3),
         ("all-reduce", 8, hlo.Array("f32", ()), 15),
         ("all-reduce", 8, hlo.Array("f32", ()), 3),
     }
-    (last,) = [c for c in read.collectives() if not c.in_loop and c.ways == 2]
+    (last,) = [c for c in read.collectives() if not c.in_loop and c.group_size == 2]
     assert set(last.arrays) == {hlo.Array("f32", (5, 2)), hlo.Array("f32", (7,))}
     assert last.runs == 1 and last.received_bytes == 4 * (10 + 7)

@@ -1,6 +1,6 @@
 """Runs of several processes on the loopback: the run of one process, and what ends or continues it.
 
-Everything here starts real processes. Eight CPU devices in all, as in the tests of one process.
+What runs here are real processes, with eight CPU devices in all, as in the tests of one process.
 """
 
 import json
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,13 +22,13 @@ import safetensors.numpy
 import test_train
 import tiny
 
-from purelora import checkpoint, cli, errors, launch, train
+from purelora import checkpoint, cli, distributed, errors, launch, links, train
 from purelora.io import builtin, source
 
 REPO = pathlib.Path(__file__).parent.parent
 DEVICES = 8
 STEPS = 12
-END_SECS = 60  # In which all processes must end when one has been killed.
+END_SECS = 60  # In which all processes must end when one has failed or been killed.
 # Sharded adapters and moments, both batch axes, two micro-batches, a saved base, evals and samples.
 OPTIONS = (
     "--config.batch_size=16",
@@ -49,8 +49,6 @@ OPTIONS = (
 TINY = f"--config={REPO}/configs/tiny.py"
 # A reduction over processes adds in another order than one within a process.
 LOSS_RTOL, LEAF_ATOL = 2e-6, 5e-6
-
-
 # Halves the time to compile: see `tiny.quick_compiles`.
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
 
@@ -166,7 +164,7 @@ def _assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
 
 
 def test_two_processes_train_as_one(single, unbroken):
-    workdir, launched = unbroken
+    workdir, _ = unbroken
     _assert_same_run(single, workdir)
     metas = [found.meta(step) for found, step in map(checkpoint.find, (single, workdir))]
     for name in ("base_fingerprint", "data_fingerprint"):
@@ -276,7 +274,9 @@ for array, wanted in zip(assembly.Run.place(like_run, own), whole):
 value = np.random.default_rng(0).standard_normal((64, 64, 512)).astype(np.float32)
 cut = NamedSharding(mesh, P(None, "fsdp"))
 tree = placing.place({"w": value, "v": -value}, {"w": cut, "v": cut})
-put = lambda a: placing.place(a, NamedSharding(mesh, P()))
+def put(array):
+    return placing.place(array, NamedSharding(mesh, P()))
+
 now = state.TrainState(tree, {}, put(np.int32(7)), put(np.int32(6)), put(np.zeros(2, np.uint32)))
 keep = retention.Policy(last=2, every=None, best=False)
 saves = checkpoint.Checkpoints(run / "own", keep, in_background=True)
@@ -332,9 +332,15 @@ def _started(processes: int, script: str, *arguments: str) -> list[subprocess.Po
     ]
 
 
-def _ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit status and errors of each."""
-    texts = [process.communicate(timeout=300)[1] for process in processes]
+def _ended(
+    processes: Sequence[subprocess.Popen[str]], timeout_secs: float = 300
+) -> list[tuple[int, str]]:
+    """Exit status and errors of each; none outlives the test."""
+    try:
+        texts = [process.communicate(timeout=timeout_secs)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [(p.returncode, text) for p, text in zip(processes, texts, strict=True)]
 
 
@@ -394,9 +400,7 @@ def test_a_killed_process_and_a_signal_to_one_of_them(unbroken, cache, tmp_path)
     killed = Launched(2, cache, workdir, *options)
     killed.wait_for("step 5/")
     os.kill(killed.pid(1), signal.SIGKILL)
-    start = time.monotonic()
     assert killed.end(END_SECS) not in (0, 2)
-    assert time.monotonic() - start < END_SECS
     assert "process 1 of 2 has gone without a word" in killed.output
     assert "the same command continues the run" in killed.output
     assert "process 1 was killed by SIGKILL" in killed.output
@@ -438,7 +442,10 @@ def test_arguments_and_the_environment_say_the_same():
         ([], {**ADDRESS, "JAX_PROCESS_ID": "2"}, "--process_id = 2: must be from 0"),
         ([], {**ADDRESS, "JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID = 'one': is not a whole"),
         ([], {**ADDRESS, "JAX_NUM_PROCESSES": "0"}, "--num_processes = 0: must be at least 1"),
-        (["--coordinator_address=a"], ADDRESS, "'a': has no port"),
+        (["--coordinator_address=a"], ADDRESS, "'a': is no host with a port"),
+        (["--coordinator_address=a:0"], ADDRESS, "'a:0': is no host with a port"),
+        (["--coordinator_address=a:65536"], ADDRESS, "'a:65536': is no host with a port"),
+        (["--coordinator_address=:1"], ADDRESS, "':1': is no host with a port"),
         (["--heartbeat_timeout_seconds=1"], ADDRESS, "must be at least 5"),
     ],
 )
@@ -494,14 +501,12 @@ cli.run_command(main, "")
     ("kind", "where"), [("user", "all"), ("user", "1"), ("user", "0"), ("fault", "1")]
 )
 def test_an_error_is_told_once_and_ends_all(kind, where):
-    start = time.monotonic()
-    ended = _ended(_started(2, FAILS, kind, where))
+    ended = _ended(_started(2, FAILS, kind, where), END_SECS)
     status = 2 if kind == "user" else 1
     assert [found for found, _ in ended] == [status] * 2, ended
     told = "DataError: file.jsonl:3: cannot be used; mend it" if kind == "user" else "ZeroDivision"
     assert told in ended[0][1] and told not in ended[1][1], ended
     assert ("Traceback" in ended[0][1]) == (kind == "fault")
-    assert time.monotonic() - start < END_SECS
 
 
 def test_a_setting_that_is_wrong_ends_the_launched_run(cache, tmp_path):
@@ -509,6 +514,28 @@ def test_a_setting_that_is_wrong_ends_the_launched_run(cache, tmp_path):
     assert launched.end() == 2
     told = [line for line in launched.lines if "Error: " in line]
     assert len(told) == 1 and told[0].startswith("ConfigError: mesh.data"), launched.output
+
+
+def test_of_texts_that_differ_the_line_is_told(monkeypatch):
+    texts = ["lora.r 8\nseed 0", "lora.r 8\nseed 1"]
+    monkeypatch.setattr(distributed, "gathered", lambda name, text: texts)
+    with pytest.raises(errors.ConfigError, match="is 'seed 1' in process 1 and 'seed 0' in proc"):
+        distributed.check_equal("arguments", texts[0])
+    with pytest.raises(errors.ConfigError, match="is None in process 0 and 'more' in process 0"):
+        distributed.check_equal("arguments", f"{texts[0]}\nmore")
+
+
+def test_votes_are_known_one_exchange_late():
+    votes = distributed.Votes(2)
+    given = [(3, 1), (0, 2), (0, 0)]
+    assert [votes.exchange(own) for own in given] == [(0, 0), *given[:2]]
+
+
+def test_a_process_that_does_not_connect(monkeypatch):
+    monkeypatch.setattr(links, "_CONNECT_SECS", 0.1)
+    client = types.SimpleNamespace(key_value_set=lambda key, value: None)
+    with pytest.raises(errors.ConfigError, match="does not let all of the 2 processes connect"):
+        links.join(client, 0, 2, host="127.0.0.1", wait_msecs=1)
 
 
 @pytest.mark.slow

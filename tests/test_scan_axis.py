@@ -389,7 +389,9 @@ def test_moments_of_adam_move_with_their_weights():
     }
     spec_tree = {"layers": {"w": P(None, "fsdp", None)}, "head": P("fsdp", None)}
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    in_layers = lambda path: "layers" in path.split(".")
+
+    def in_layers(path):
+        return "layers" in path.split(".")
 
     def state_of(pair):
         shapes = jax.eval_shape(tx.init, pair.arrays)

@@ -77,26 +77,65 @@ def test_overrides_come_first_in_the_modules_they_name():
 
 def test_rules_are_read_from_text():
     read = rules_lib.parse_rules(
-        ["embed:fsdp", "mlp:none"], {"lm_head": "vocab:tensor, embed:none"}
+        ["embed:fsdp", "mlp:none,heads: tensor"], {"lm_head": "vocab:tensor, embed:none"}
     )
-    assert read.table == (("embed", "fsdp"), ("mlp", None))
+    assert read.table == (("embed", "fsdp"), ("mlp", None), ("heads", "tensor"))
     assert read.overrides == (("lm_head", (("vocab", "tensor"), ("embed", None))),)
 
 
 def test_an_override_that_names_no_module_is_an_error():
     read = rules_lib.parse_rules([], {"lm_head": "vocab:none", "q": "heads:none"})
-    modules = ["embed_tokens", "layers.self_attn.q_proj"]
+    axes = {"vocab", "heads", "embed"}
+    modules = {"embed_tokens": axes, "layers.self_attn.q_proj": axes}
     with pytest.raises(errors.ConfigError) as caught:
         read.check_overrides(modules)
     assert [p.value for p in caught.value.problems] == ["lm_head", "q"]
-    read.check_overrides([*modules, "lm_head", "layers.q"])
+    read.check_overrides({**modules, "lm_head": axes, "layers.q": axes})
+
+
+def test_an_override_for_an_axis_that_its_modules_have_not_is_an_error():
+    read = rules_lib.parse_rules([], {"norm": "vocab:none, embed:none", "q_proj": "rank:fsdp"})
+    modules = {"layers.norm": ("layers", "embed"), "q_proj": ("embed", "heads")}
+    message = r"mesh.overrides\['norm'\] = 'vocab': is no axis of these modules; they have embed"
+    with pytest.raises(errors.ConfigError, match=message) as caught:
+        read.check_overrides(modules)
+    assert len(caught.value.problems) == 1
+
+
+GIVE_WAY = ["embed:fsdp", "heads:fsdp", "heads:tensor", "mlp:data", "mlp:tensor"]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [(("embed", "heads"), "heads"), (("mlp", "embed"), None), (("vocab", "embed"), None)],
+)
+def test_all_arrays_of_a_module_are_split_over_tensor_as_its_weight(axes, wanted, sharded):
+    """By itself a scale, bias or adapter might follow a rule that gave way in the weight."""
+    own = {"vocab": "vocab:fsdp, embed:none"}
+    rules = rules_lib.parse_rules([*GIVE_WAY, "vocab:tensor"], own).settled({axes[0]: axes}, {})
+    for leaf in (axes, *((axis,) for axis in axes), *(("rank", axis) for axis in axes)):
+        declared = {axes[0]: {"leaf": info.ParamInfo((8,) * len(leaf), "float32", leaf)}}
+        used = rules if leaf == axes else rules.of_adapters(sharded)
+        found = specs.spec_tree(declared, tiny.mesh(2, 2, 2), used)[axes[0]]["leaf"]
+        split = [axis for axis, to in zip(leaf, found, strict=True) if to == "tensor"]
+        assert split == ([wanted] if wanted in leaf else []), (leaf, found)
+
+
+def test_a_tied_head_is_split_as_the_embedding_is():
+    rules = rules_lib.parse_rules(["vocab:tensor"], {"embed_tokens": "vocab:none"})
+    axes = {"lm_head": ("vocab", "embed"), "embed_tokens": ("vocab", "embed")}
+    for tied, wanted in (({"lm_head": "embed_tokens"}, {}), ({}, {1: "tensor"})):
+        table = rules.settled(axes, tied).of("lm_head.lora_b")
+        assert rules_lib.chosen(table, ("rank", "vocab")) == wanted
 
 
 def test_all_bad_rules_are_in_one_error():
     bad = ["embed", "embed:fdsp", "hedas:tensor", "layers:fsdp", "embed:tensor"]
     with pytest.raises(errors.ConfigError) as caught:
-        rules_lib.parse_rules(bad, {"lm_head": "vocab", "(": "vocab:fsdp"})
-    assert [p.value for p in caught.value.problems] == [*bad, "vocab", "("]
+        overrides = {"lm_head": "vocab", "(": "vocab:fsdp", "(?i)LM_HEAD": "vocab:fsdp"}
+        rules_lib.parse_rules(bad, overrides)
+    assert [p.value for p in caught.value.problems] == [*bad, "vocab", "(", "(?i)LM_HEAD"]
     assert "mesh.overrides['lm_head'] = 'vocab': is not a rule" in str(caught.value)
     assert "embed:tensor': cannot be followed: tensor splits matmuls along heads" in str(
         caught.value
@@ -112,9 +151,9 @@ def test_heads_are_never_cut():
     assert set(named) == {f"layers.self_attn.{name}_proj" for name in "qkvo"}
     assert named["layers.self_attn.o_proj"].endswith("9 heads do not divide over 8 devices")
     assert named["layers.self_attn.k_proj"].endswith("3 kv_heads do not divide over 8 devices")
-    proposed = ["embed:fsdp", "heads:none", "kv_heads:none", "mlp:tensor", "vocab:tensor"]
     storage = rules_lib.parse_rules(["heads:fsdp"], {})
     specs.spec_tree(m.infos, tiny.mesh(1, 8, 1), storage, m.axis_counts)
+    proposed = ["embed:fsdp", "heads:none", "kv_heads:none", "mlp:tensor", "vocab:tensor"]
     rules = rules_lib.parse_rules(proposed, {})
     specs.spec_tree(m.infos, tiny.mesh(1, 1, 8), rules, m.axis_counts)
 

@@ -11,7 +11,7 @@ import tiny
 from tiny import Case
 
 from configs import tiny as tiny_config
-from purelora import config, errors, plan
+from purelora import config, errors, hlo, plan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,7 +82,7 @@ def test_activations_are_summed_twice_a_block_in_each_direction():
     """Forward, recomputed (only what the backward pass needs) and backward; and at both ends."""
     program = test_compiled_step.compiled(COMPILED)
     per_token = tiny.ROWS // COMPILED.accum // 4 * tiny.LENGTH
-    summed = program.reduced("all-reduce", looped=True)
+    summed = program.results("all-reduce", looped=True)
     activations = [shape for _, shape in summed if len(shape) == 3]
     blocks, ends = 2 + 1 + 2, 2  # The embedding's rows, and the gradient of the head's input.
     assert activations == [(per_token // tiny.LENGTH, tiny.LENGTH, 32)] * (blocks + ends)
@@ -96,17 +96,17 @@ def test_each_adapter_gradient_is_reduced_once_outside_every_loop():
     leaves = jax.tree.leaves(tiny.trainer(COMPILED).trainable)
     # Factors that are split lie in halves.
     local = sorted(leaf.addressable_shards[0].data.shape for leaf in leaves)
-    summed = [a for _, a in program.reduced("all-reduce", looped=False) if a]
+    summed = [a for _, a in program.results("all-reduce", looped=False) if a]
     assert sorted(summed) == local
-    assert not {a for _, a in program.reduced("all-reduce", looped=True)} & set(local)
+    assert not {a for _, a in program.results("all-reduce", looped=True)} & set(local)
     # Two groups of devices: for whole factors and for halves. The rest are norms and flags.
-    of_leaves = [r for r, _ in program.ops("all-reduce", looped=False) if "f32[3," in r]
-    assert len(of_leaves) == 2
+    found = program.instructions("all-reduce", looped=False)
+    assert sum(any(a.shape[:1] == (tiny.LAYERS,) for a in i.result) for i in found) == 2
 
 
 def test_codes_are_gathered_along_fsdp_alone():
     program = test_compiled_step.compiled(COMPILED)
-    gathered = program.reduced("all-gather", looped=True)
+    gathered = program.results("all-gather", looped=True)
     halves = {(32, 16), (32, 8), (16, 32), (32, 24), (24, 32)}
     assert {shape for dtype, shape in gathered if dtype == "s8"} == halves
     assert {shape for dtype, shape in gathered if dtype != "s8"} == {(1, 32)}
@@ -120,16 +120,20 @@ def test_what_was_gathered_can_be_kept():
     kernels = test_compiled_step.KERNELS
 
     def count(case):
-        found = test_compiled_step.compiled(case).reduced("all-gather", looped=True)
+        found = test_compiled_step.compiled(case).results("all-gather", looped=True)
         return len([shape for dtype, shape in found if dtype == "s8" and shape in kernels])
 
     assert (count(case), count(test_compiled_step.FSDP_REMAT), count(kept)) == (14, 14, 7)
     stacked = {("s8", (tiny.LAYERS, *kernel)) for kernel in kernels}
-    assert stacked <= set(test_compiled_step.arrays(test_compiled_step.compiled(kept).text))
+    assert stacked <= set(hlo.arrays(test_compiled_step.compiled(kept).text))
 
 
-def _plan(rules: tuple[str, ...], **overrides: str) -> plan.Plan:
+def _plan(
+    rules: tuple[str, ...], skip: tuple[str, ...] = ("embed_tokens",), **overrides: str
+) -> plan.Plan:
+    """Of an int8 base, but for what `skip` names."""
     raw = tiny_config.get_config().to_dict()
+    raw["quant"] |= {"skip": skip}
     raw["batch_size"], raw["mesh"] = 8, raw["mesh"] | {"tensor": 2, "rules": rules}
     raw["mesh"]["overrides"] = overrides
     settings = config.parse(raw)
@@ -150,3 +154,15 @@ def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
     }
     whole = "98.4% on every one alike"
     assert whole in plan.table(asked), plan.table(asked)
+
+
+def test_an_override_asks_for_a_whole_quantised_weight_too():
+    rest = ("heads:tensor", "kv_heads:tensor", "mlp:tensor")
+    with pytest.raises(errors.ConfigError, match="leave embed_tokens.weight.qvalue whole"):
+        _plan(rest, ())
+    _plan(rest, (), embed_tokens="vocab:none")
+
+
+def test_devices_along_tensor_that_would_all_do_the_same_are_an_error():
+    with pytest.raises(errors.ConfigError, match="mesh.tensor = 2: splits nothing: by mesh.rules"):
+        _plan(("embed:fsdp", "vocab:none"))

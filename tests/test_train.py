@@ -271,6 +271,25 @@ def test_time_between_saves_begins_at_the_last_save():
         assert saves.are_due(4, saves.wish())
 
 
+def test_a_wish_that_comes_late_makes_one_save():
+    """Of several processes, which know it a step late: it is wished twice before it is made."""
+    settings = cli.parse([TINY, "--config.checkpoint.save_secs=10"], flags=()).config.checkpoint
+    settings = dataclasses.replace(settings, save_steps=None, save_first=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now)
+        now = 0.0
+        saves, wished, due = train.Saves(settings, first=1), 0, []
+        for number in range(1, 9):
+            now = 4.0 * number
+            wish = saves.wish()
+            if saves.are_due(number, wished):
+                due.append(number)
+                saves.done(None, number)
+            wished = wish
+    # Up at 12 seconds, step 3; again ten seconds after the save at 16.
+    assert due == [4, 8]
+
+
 def test_the_first_save_that_fails_ends_the_run_at_its_first_step(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("no such luck")

@@ -44,7 +44,11 @@ def check_readable(path: str) -> None:
 
 
 def read_range(path: str, start: int, n_bytes: int) -> np.ndarray:
-    """`n_bytes` bytes of a file from `start`, in memory of their own."""
+    """`n_bytes` bytes of a file from `start`, in memory of their own.
+
+    Raises:
+      ModelError: it cannot be read, or ends before.
+    """
     try:
         found = np.fromfile(path, np.uint8, n_bytes, offset=start)
     except OSError as error:
@@ -56,7 +60,11 @@ def read_range(path: str, start: int, n_bytes: int) -> np.ndarray:
 
 
 def read_rows(path: str, start: int, n_bytes: int, stride_bytes: int, count: int) -> np.ndarray:
-    """`count` times `n_bytes` bytes of a file, each `stride_bytes` after the one before."""
+    """`count` times `n_bytes` bytes of a file, each `stride_bytes` after the one before.
+
+    Raises:
+      ModelError: as for `read_range`.
+    """
     if n_bytes == stride_bytes:
         return read_range(path, start, count * n_bytes)
     found = np.empty((count, n_bytes), np.uint8)

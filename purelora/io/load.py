@@ -76,7 +76,7 @@ def load(
         for index, name in enumerate(names[path]):
             place = None if split is None else split.place(path, index)
             if split is not None and place is not None:
-                whole = reader.read(name, placing.whole(declared.file_shape))
+                whole = reader.read(name, placing.whole_box(declared.file_shape))
                 rest = np.asarray(split(place, _as_kernel(whole), like)).T
                 tensor = placing.place(rest, spread)
             else:
@@ -183,6 +183,7 @@ def _check_tensors(
         problems.append(errors.Problem(source.path, None, what, "is config.json of another model?"))
     if problems:
         raise errors.ModelError.of(errors.first(problems, source.path))
+    # It reads two whole tables: once for all processes is enough.
     if "lm_head.weight" in shapes and distributed.is_main():
         _check_tied(source)
 

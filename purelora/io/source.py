@@ -59,7 +59,7 @@ class Source(Protocol):
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """The values of one tensor in `box`, a start and a stop for each dimension.
 
-        A format that can read less than the whole tensor does.
+        A format that can read less than the whole tensor does so.
         """
 
 

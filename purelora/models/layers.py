@@ -153,7 +153,7 @@ def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.
         x_BTD = x_BTD + picked @ module.lora_b.astype(dtype)
     if is_own_BT is None:
         return x_BTD
-    return module.parallel.sum(jnp.where(is_own_BT[..., None], x_BTD, 0))
+    return module.parallel.psum(jnp.where(is_own_BT[..., None], x_BTD, 0))
 
 
 def _own_rows(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from purelora import checkpoint, config, errors, lora, targets
+from purelora import checkpoint, config, errors, lora, placing, targets
 from purelora import tree as trees
 from purelora.io import peft, peft_config
 from purelora.models import causal_lm
@@ -297,7 +297,7 @@ def check_copies(attached: Attached, base: trees.Tree) -> None:
     for path, copy in attached.base_weights.items():
         own = flat[path]
         if isinstance(own, jax.Array) and not np.array_equal(
-            np.asarray(own), copy.astype(own.dtype)
+            placing.on_host(own), copy.astype(own.dtype)
         ):
             what = "holds a copy of this weight that is not that of the base"
             remedy = "use the base that it was trained on"

@@ -12,6 +12,10 @@ deletes it; anything else by such a name is foreign, and is never touched. Resto
 every leaf must have the shape and dtype that is wanted. Nothing is cast, cut, padded, zero-filled
 or skipped.
 
+Of several processes, which must see the same folder, each writes and reads its own shards. The main
+one looks after the folder: it removes what is left over, writes the manifest when all have written
+their parts, and deletes old steps.
+
 This is the only module that imports orbax.
 """
 
@@ -32,7 +36,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from purelora import checkpoint_fit, errors, manifest, retention, state
+from purelora import checkpoint_fit, distributed, errors, manifest, retention, state
 from purelora import checkpoint_items as items
 from purelora import tree as trees
 
@@ -91,12 +95,9 @@ class Checkpoints:
         self._saving: concurrent.futures.Future[None] | None = None
         self._verified: dict[int, object] = {}
         self._damaged: set[int] = set()
-        # Compression takes half of a save's time and spares 7 % of float32 weights.
-        arrays = {
-            name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ("state", *EXTRAS)
-        }
-        handler = ocp.CompositeCheckpointHandler(meta=ocp.JsonCheckpointHandler(), **arrays)
-        self._orbax = ocp.Checkpointer(handler)
+        # Reading is each process's own affair; a save is made by all of them together.
+        self._reader = _checkpointer({distributed.process_index()})
+        self._writer = _checkpointer(set(range(distributed.process_count())))
 
     def steps(self) -> list[int]:
         """The complete steps, ascending; whether they are whole is not looked at."""
@@ -140,12 +141,8 @@ class Checkpoints:
             name, or it (or, in the background, the save before) cannot be written.
         """
         self.wait()
-        path = self._path(step)
-        if self._damage(step) is None:
-            remedy = "choose another workdir, or delete the folder"
-            raise errors.CheckpointError(str(path), None, "already holds this step", remedy)
-        if _is_foreign(path):
-            raise errors.CheckpointError.of([_incomplete(path)])
+        if distributed.is_main():
+            self._check_free(step)
         plain_meta = json.loads(json.dumps({"format": FORMAT, **meta}))
         item = items.encoded(state, copy=True)
         if self._thread is None:
@@ -153,6 +150,18 @@ class Checkpoints:
         self._saving = self._thread.submit(self._write, step, item, plain_meta, extras)
         if not self._in_background:
             self.wait()
+
+    def _check_free(self, step: int) -> None:
+        path = self._path(step)
+        if self._damage(step) is None:
+            remedy = "choose another workdir, or delete the folder"
+            raise errors.CheckpointError(str(path), None, "already holds this step", remedy)
+        if _is_foreign(path):
+            raise errors.CheckpointError.of([_incomplete(path)])
+
+    def trust(self, step: int) -> None:
+        """Takes a step for whole as it is now, because another process has found it so."""
+        self._verified[step] = manifest.stamp(self._path(step))
 
     def wait(self) -> None:
         """Waits for a save that is being written.
@@ -225,7 +234,10 @@ class Checkpoints:
         Raises:
           CheckpointError: there is no such step or item, or it is damaged.
         """
-        read = self._read(self._whole_path(step), item)
+        path = self._whole_path(step)
+        saved, _ = self._saved(path, item)
+        on_host = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in saved}
+        read = self._read(path, item, on_host)
         return {name: leaf for name, leaf in read.items() if name.startswith(prefix)}
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -251,7 +263,8 @@ class Checkpoints:
         """Waits for a save that is being written, whatever becomes of it, and frees all threads."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
-        self._orbax.close()
+        self._reader.close()
+        self._writer.close()
 
     def _write(
         self, step: int, item: items.Item, meta: dict[str, Any], extras: Mapping[str, trees.Tree]
@@ -264,41 +277,47 @@ class Checkpoints:
             try:
                 self._write_items(path, all_items, meta)
             except Exception:
-                self._delete_unfinished()
-                if path.is_dir() and not manifest.exists(path):
-                    self._delete_if_possible(path)
+                if distributed.is_main():
+                    self._delete_unfinished()
+                    if path.is_dir() and not manifest.exists(path):
+                        self._delete_if_possible(path)
                 raise
             self._damaged.discard(step)
-            self._delete_old(step)
+            if distributed.is_main():
+                self._delete_old(step)
+            distributed.barrier("checkpoint")
 
     def _write_items(
         self, path: Path, all_items: Mapping[str, items.Item], meta: dict[str, Any]
     ) -> None:
-        self._delete_unfinished()
-        _check_space(path, sum(a.nbytes for i in all_items.values() for a in i.arrays.values()))
+        if distributed.is_main():
+            self._delete_unfinished()
+            _check_space(path, sum(a.nbytes for i in all_items.values() for a in i.arrays.values()))
+            if manifest.exists(path):  # Damaged.
+                self._delete(path)
         arguments = {
             name: ocp.args.PyTreeSave(item.arrays, custom_metadata=item.notes)
             for name, item in all_items.items()
         }
-        if manifest.exists(path):  # Damaged.
-            self._delete(path)
-        self._orbax.save(path, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **arguments))
-        manifest.write(path)
+        # It begins when all processes are here, and ends when all have written their parts.
+        self._writer.save(path, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **arguments))
+        if distributed.is_main():
+            manifest.write(path)
 
     def _restored(self, step: int, item: str, like: Any) -> Any:
         path = self._whole_path(step)
         problems = self._leaf_problems(step, item, like)
         if problems:
             raise errors.CheckpointError.of(problems)
-        read = self._read(path, item)
         # The sharding of keys fits their data too, which have a dimension more.
-        placed = {
-            name: jax.device_put(read.pop(name), leaf.sharding)
+        arguments = {
+            name: ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=leaf.sharding)
             for name, leaf in items.flat(like).items()
         }
+        placed = self._read(path, item, arguments)
         for name, impl in self._saved(path, item)[1]["key_impls"].items():
             placed[name] = jax.random.wrap_key_data(placed[name], impl=impl)
-        return jax.tree.unflatten(jax.tree.structure(like), list(placed.values()))
+        return jax.tree.unflatten(jax.tree.structure(like), [placed[name] for name in arguments])
 
     def _leaf_problems(self, step: int, item: str, like: Any) -> list[errors.Problem]:
         path = self._whole_path(step)
@@ -316,7 +335,7 @@ class Checkpoints:
             remedy = "it was saved without" if item in EXTRAS else "it is none of purelora's"
             raise errors.CheckpointError(str(path), None, f"holds no {item!r}", remedy)
         with _damaged(path):
-            metadata = self._orbax.metadata(path).item_metadata[item]
+            metadata = self._reader.metadata(path).item_metadata[item]
             notes: dict[str, Any] = metadata.custom_metadata
             leaves: dict[str, Any] = {
                 name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -326,21 +345,19 @@ class Checkpoints:
             leaves[name] = items.key_of(leaves[name], impl)
         return leaves, notes
 
-    def _read(self, path: Path, item: str) -> dict[str, np.ndarray]:
+    def _read(self, path: Path, item: str, how: Mapping[str, ocp.RestoreArgs]) -> dict[str, Any]:
         """All leaves of an item; keys as their data."""
-        saved, _ = self._saved(path, item)
-        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in saved}
-        arguments = {item: ocp.args.PyTreeRestore(restore_args=as_numpy)}
+        arguments = {item: ocp.args.PyTreeRestore(restore_args=dict(how))}
         with _damaged(path):
-            read: dict[str, np.ndarray] = self._orbax.restore(
-                path, args=ocp.args.Composite(**arguments)
-            )[item]
+            read: dict[str, Any] = self._reader.restore(path, args=ocp.args.Composite(**arguments))[
+                item
+            ]
         return read
 
     def _read_meta(self, path: Path) -> dict[str, Any]:
         with _damaged(path):
             arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            meta: dict[str, Any] = self._orbax.restore(path, args=arguments)["meta"]
+            meta: dict[str, Any] = self._reader.restore(path, args=arguments)["meta"]
         return meta
 
     def _path(self, step: int) -> Path:
@@ -410,6 +427,24 @@ class Checkpoints:
             return None
         loss: float | None = self._read_meta(self._path(step))["eval_loss"]
         return loss
+
+
+def _checkpointer(processes: set[int]) -> ocp.Checkpointer:
+    """Orbax for what `processes` do together. Its waits are no collectives: a thread may save."""
+    together = ocp.options.MultiprocessingOptions(
+        primary_host=min(processes), active_processes=processes
+    )
+    # Compression takes half of a save's time and spares 7 % of float32 weights.
+    arrays = {
+        name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
+        for name in ("state", *EXTRAS)
+    }
+    handler = ocp.CompositeCheckpointHandler(
+        meta=ocp.JsonCheckpointHandler(multiprocessing_options=together),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=together),
+        **arrays,
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=together)
 
 
 def to_read(folder: Path) -> Checkpoints:

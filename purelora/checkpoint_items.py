@@ -1,9 +1,10 @@
-"""Trees of arrays as files take them: flat, on the host, without keys."""
+"""Trees of arrays as files take them: flat and without keys."""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -11,27 +12,39 @@ class Item(NamedTuple):
     """A tree in the form that orbax takes.
 
     Attributes:
-      arrays: by dotted path: keys as their data.
+      arrays: by dotted path: keys as their data. Those of one process are on the host. Those that
+        are spread over several stay on the devices, and each process writes its own shards.
       notes: what that takes away: `key_impls` {path: implementation}.
     """
 
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray | jax.Array]
     notes: dict[str, Any]
 
 
 def encoded(tree: Any, *, copy: bool) -> Item:
-    """A tree on the host.
+    """A tree for files.
 
-    Without `copy`, arrays on the CPU stay where they are. jax sees that and does not donate them:
-    the next step would hold two states.
+    Without `copy`, arrays on the CPU and those of several processes stay where they are. On the CPU
+    jax sees that and does not donate them: the next step would hold two states.
     """
     leaves = flat(tree)
     impls = {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if _is_key(leaf)}
     plain = {
         name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()
     }
-    host = {name: np.array(a, copy=copy or None) for name, a in jax.device_get(plain).items()}
-    return Item(host, {"key_impls": impls})
+    spread = {name: a for name, a in plain.items() if _is_spread(a)}
+    own = jax.device_get({name: a for name, a in plain.items() if name not in spread})
+    arrays: dict[str, np.ndarray | jax.Array] = {
+        name: (jnp.copy(spread[name]) if copy else spread[name])
+        if name in spread
+        else np.array(own[name], copy=copy or None)
+        for name in plain
+    }
+    return Item(arrays, {"key_impls": impls})
+
+
+def _is_spread(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def flat(tree: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import re
 import runpy
 import signal
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
 
-from purelora import config, errors
+from purelora import config, distributed, errors
 
 USER_ERROR_STATUS = 2
 # The options of the commands that are paths: a leading `~` in them is the user's home.
@@ -131,6 +132,27 @@ def options(kind: type[T], argv: Sequence[str]) -> T:
     if problems:
         raise errors.ConfigError.of(problems)
     return kind(**values)
+
+
+def processes(argv: Sequence[str]) -> tuple[distributed.Options, list[str]]:
+    """Takes the arguments that make a process one of several out of a command line.
+
+    Returns:
+      What they say, and the other arguments.
+
+    Raises:
+      ConfigError: they have values of a wrong type.
+    """
+    names = {field.name for field in dataclasses.fields(distributed.Options)}
+    own: list[str] = []
+    others: list[str] = []
+    target = others
+    for argument in argv:
+        if argument.startswith("--"):
+            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+            target = own if name in names else others
+        target.append(argument)
+    return options(distributed.Options, own), others
 
 
 def _argument(name: str) -> str:
@@ -351,9 +373,9 @@ def _exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except errors.UserError as error:
-        kind = type(error).__name__
-        for problem in error.problems:
-            print(f"{kind}: {problem}", file=sys.stderr)
+        text = "\n".join(f"{type(error).__name__}: {problem}" for problem in error.problems)
+        distributed.fail(text, USER_ERROR_STATUS)
+        print(text, file=sys.stderr)
         raise SystemExit(USER_ERROR_STATUS) from None
     except BrokenPipeError:
         # Who read the output has gone; what is still in the buffer has no one to go to.
@@ -361,8 +383,13 @@ def _exit_on_user_error() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGPIPE) from None
     except KeyboardInterrupt:
         # Before the loop, which handles signals itself, there is nothing to save.
+        distributed.fail("interrupted", 128 + signal.SIGINT)
         print("interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+    except Exception:
+        # A fault of the program: the other processes would wait for this one.
+        distributed.fail(traceback.format_exc(), 1)
+        raise
 
 
 def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
@@ -379,5 +406,6 @@ def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
         raise SystemExit(0)
     with _exit_on_user_error():
         status = main(argv)
+        distributed.finish()
         sys.stdout.flush()
     raise SystemExit(status)

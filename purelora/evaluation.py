@@ -23,9 +23,10 @@ def evaluate(
     start = time.perf_counter()
     totals, pending = np.zeros(2, np.float64), None
     for index in range(evaluation.steps_per_epoch):
+        stop.look()
         if stop.requested:
             return None
-        batch = run.place(evaluation.batch(index))
+        batch = run.place(run.batch(evaluation, index))
         # One batch is computed while the next is prepared; with more queued, a signal would wait.
         done, pending = pending, run.eval_step(current.trainable, run.base, batch)
         totals += _on_host(done)

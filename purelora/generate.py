@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora import cli, compilation, errors, sampling, speaker
+from purelora import cli, compilation, errors, placing, sampling, speaker
 from purelora import tree as trees
 from purelora.data import records
 from purelora.io import files, output
@@ -112,7 +112,7 @@ def stream(
     )
     is_over = np.zeros(len(prompts), bool)
     for left in reversed(range(max_new_tokens)):
-        found = np.asarray(state.tokens_B)
+        found = placing.on_host(state.tokens_B)
         _check_sound(found[~is_over])
         yield [None if over else int(t) for over, t in zip(is_over, found, strict=True)]
         is_over |= np.isin(found, end_ids)

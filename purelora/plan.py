@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from purelora import config, errors, flops, info, lora, params, quant, specs, targets
+from purelora import rules as rules_lib
 from purelora import tree as trees
 from purelora.models import causal_lm
 
@@ -43,9 +44,9 @@ class Plan:
     trainable_infos: trees.Tree
 
     @functools.cached_property
-    def rules(self) -> specs.Rules:
+    def rules(self) -> rules_lib.Rules:
         """From logical axes to mesh axes."""
-        return specs.parse_rules(self.config.mesh.rules, self.config.mesh.overrides)
+        return rules_lib.parse_rules(self.config.mesh.rules, self.config.mesh.overrides)
 
     @functools.cached_property
     def base_specs(self) -> trees.Tree:
@@ -216,6 +217,7 @@ def _check_quantised(q: config.QuantConfig, model: causal_lm.CausalLM) -> None:
 
 def _checked(plan: Plan) -> Plan:
     """Builds the spec trees, so that what does not divide is found before anything is allocated."""
+    plan.rules.check_overrides([path.rpartition(".")[0] for path in plan.model.flat_infos])
     _ = plan.base_specs, plan.trainable_specs, plan.shards
     _check_replicated(plan)
     return plan
@@ -223,7 +225,7 @@ def _checked(plan: Plan) -> Plan:
 
 def _check_replicated(plan: Plan) -> None:
     """Raises ConfigError for large weights that are whole on every device without a rule's word."""
-    ways = plan.mesh.size // plan.mesh.shape[specs.DATA]
+    ways = plan.mesh.size // plan.mesh.shape[rules_lib.DATA]
     rows = [row for row in array_rows(plan) if not row.is_adapter]
     large = _LARGE_SHARE * sum(row.total_bytes for row in rows)
     problems = []
@@ -234,7 +236,7 @@ def _check_replicated(plan: Plan) -> None:
                 axes = [axis for axis in row.info.axes if axis not in (None, "layers")]
                 size = f"{row.total_bytes:,} bytes"
                 what = f"leave {row.path} whole on each of {ways} devices: {size}"
-                remedy = f"add a rule for {' or '.join(map(str, axes))}; to none, if it is to be so"
+                remedy = f"add a rule for {' or '.join(map(str, axes))} (to none if it is meant so)"
                 problems.append(errors.Problem("mesh.rules", plan.config.mesh.rules, what, remedy))
     if problems:
         raise errors.ConfigError.of(problems)

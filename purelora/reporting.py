@@ -7,11 +7,11 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from purelora import assembly, config, errors, metrics, state, step
+from purelora import assembly, config, distributed, errors, metrics, state, step
 
 # With nan_policy="skip": so many skipped steps one after the other are no accident.
 _MOST_SKIPPED_IN_A_ROW = 10
@@ -36,8 +36,9 @@ class _Pending(NamedTuple):
 
 
 def say(text: str) -> None:
-    """Prints a line before the loop."""
-    print(text, flush=True)
+    """Prints a line before the loop; of several processes the main one does."""
+    if distributed.is_main():
+        print(text, flush=True)
 
 
 def check_workdir(settings: config.Config) -> None:
@@ -70,20 +71,69 @@ def _workdir_problem(workdir: pathlib.Path) -> str | None:
     return None
 
 
+class Log(Protocol):
+    """Where records go."""
+
+    def write(self, record: Any) -> None:
+        """Adds a record."""
+
+    def sync(self) -> None:
+        """Puts all records on disk for good."""
+
+    def close(self) -> None:
+        """No record comes any more."""
+
+
+class Progress(Protocol):
+    """Where a user sees them."""
+
+    def update(self, record: Any) -> None:
+        """Shows a step."""
+
+    def write(self, text: str) -> None:
+        """Shows a line."""
+
+    def close(self) -> None:
+        """Leaves what is shown."""
+
+
+class _Nowhere:
+    """The log and the progress of all processes but the main one."""
+
+    def write(self, record: Any) -> None:
+        """Nothing."""
+
+    def update(self, record: Any) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class Reporter:
-    """Writes the run's records and shows its progress; holds no part of the training state."""
+    """Writes the run's records and shows its progress; holds no part of the training state.
+
+    Of several processes the main one does. The others see the same numbers, as they must end with
+    it when these are not finite.
+    """
 
     def __init__(self, run: assembly.Run, start: state.TrainState):
         first = int(start.step)
         self._run = run
         self._workdir = pathlib.Path(run.settings.workdir)
-        self._log = _open_log(self._workdir, run.settings, first)
-        self._progress = metrics.Progress(
-            run.total_steps,
-            done_steps=first,
-            log_steps=run.settings.log_steps,
-            peak_flops_per_sec=metrics.peak_flops_per_sec(run.plan.device_kinds),
-        )
+        self._log: Log = _Nowhere()
+        self._progress: Progress = _Nowhere()
+        if distributed.is_main():
+            self._log = _open_log(self._workdir, run.settings, first)
+            self._progress = metrics.Progress(
+                run.total_steps,
+                done_steps=first,
+                log_steps=run.settings.log_steps,
+                peak_flops_per_sec=metrics.peak_flops_per_sec(run.plan.device_kinds),
+            )
         self._skipped = first - int(start.updates)
         self._skipped_in_a_row = 0
         self._throughput = metrics.Throughput()
@@ -92,10 +142,13 @@ class Reporter:
         name = "resume" if first else "start"
         self.event(first, name, f"{run.total_steps} steps in all")
 
-    def after_step(self, number: int, batch: step.Batch, result: step.Metrics) -> None:
-        """Records the step before this one, so that the host never waits for the present one."""
+    def after_step(self, number: int, tokens: int, result: step.Metrics) -> None:
+        """Records the step before this one, so that the host never waits for the present one.
+
+        `tokens` are those of the whole batch, without padding.
+        """
         self.flush()
-        self._pending = _Pending(number, int((np.asarray(batch.segment_ids) > 0).sum()), result)
+        self._pending = _Pending(number, tokens, result)
 
     def flush(self) -> None:
         """Waits for the pending step and records it.

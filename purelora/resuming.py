@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from purelora import checkpoint, config, errors, retention, state
+from purelora import checkpoint, config, distributed, errors, retention, state
 
 
 def open_checkpoints(settings: config.Config) -> checkpoint.Checkpoints:
@@ -49,6 +49,24 @@ def saved_step(
     for passed in newest.passed_over:
         say(f"passed over {passed.problem}")
     return newest.step
+
+
+def agreed_step(
+    settings: config.Config, checkpoints: checkpoint.Checkpoints, say: Callable[[str], None]
+) -> int | None:
+    """`saved_step`, that the main process finds for all: it alone reads whole steps to check them.
+
+    Raises:
+      CheckpointError: as for `saved_step`, in the main process.
+    """
+
+    def find() -> int | None:
+        return saved_step(settings, checkpoints, say)
+
+    step: int | None = distributed.from_main("step to resume from", find)
+    if step is not None and not distributed.is_main():
+        checkpoints.trust(step)
+    return step
 
 
 def restored(

@@ -106,6 +106,10 @@ class RunSource:
         array = np.ascontiguousarray(values.T if declared.is_transposed else values)
         return source.Tensor(array, source.digest("F32", array.shape, array))
 
+    def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """That part of a tensor, in float32; all of them are in memory."""
+        return self.read(name).array[box]
+
     def in_layout(self, infos: Mapping[str, Any]) -> dict[str, Any] | None:
         """The leaves as they are, if they all have the declarations `infos` already."""
         if infos.keys() != self.leaves.keys():

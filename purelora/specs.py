@@ -1,4 +1,4 @@
-"""Mesh, rules and PartitionSpecs: the only module that knows the names of mesh axes.
+"""Mesh and PartitionSpecs: with `rules`, all that knows the names of mesh axes.
 
 A spec tree is parallel to an info tree; a quantised leaf's spec is a QArray of specs. Rules turn
 logical axes into mesh axes. A dimension that its mesh axis does not divide is an error that names a
@@ -8,7 +8,6 @@ way out; nothing is trimmed, padded or replicated to make it fit.
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,100 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from purelora import errors, info, lora, parallel, params, quant
+from purelora import rules as rules_lib
 from purelora import tree as trees
+from purelora.rules import BATCH_AXES, MESH_AXES, TENSOR
 
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-MESH_AXES = (DATA, FSDP, TENSOR)
-BATCH_AXES = (DATA, FSDP)  # The rows of a batch are split over both.
 BATCH_SPEC = P(None, BATCH_AXES)
-
-# What a rule may speak of. Layers are never split: a scan goes over them.
-_LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "rank")
-# Where the maths of a module is split between devices (`parallel`), and not just its storage.
-_TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
-
-_Table = tuple[tuple[str, str | None], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """From logical axes to mesh axes, as data.
-
-    For one array the rules are gone through in order: the first for a logical axis whose mesh axis
-    is still free wins, so a mesh axis is used once an array. `None` keeps an axis whole.
-
-    Attributes:
-      table: (logical axis, mesh axis) pairs.
-      overrides: (regular expression, pairs): pairs that come before the table in the modules whose
-        path it matches from a dot on.
-    """
-
-    table: _Table
-    overrides: tuple[tuple[str, _Table], ...] = ()
-
-    def of(self, path: str) -> _Table:
-        """The rules of the leaf at `path`."""
-        module = path.rpartition(".")[0]
-        own = [pairs for pattern, pairs in self.overrides if is_named(module, pattern)]
-        return sum(own, ()) + self.table
-
-    def of_adapters(self, sharded: bool) -> "Rules":
-        """Rules of adapters: the base's own if `sharded`, else only where the maths is split."""
-        if sharded:
-            return self
-
-        def tensor_only(pairs: _Table) -> _Table:
-            return tuple((axis, to) for axis, to in pairs if to in (TENSOR, None))
-
-        overrides = tuple((pattern, tensor_only(pairs)) for pattern, pairs in self.overrides)
-        return Rules(tensor_only(self.table), overrides)
-
-
-def is_named(module: str, pattern: str) -> bool:
-    """Whether an override's pattern is for the module at the tree path `module`."""
-    return re.fullmatch(rf"(.*\.)?(?:{pattern})", module) is not None
-
-
-def parse_rules(rules: Sequence[str], overrides: Mapping[str, str]) -> Rules:
-    """Rules as a config holds them: "embed:fsdp"; in overrides several, with commas between.
-
-    Raises:
-      ConfigError: what is no rule, or a rule that cannot be followed.
-    """
-    problems: list[errors.Problem] = []
-    table = _parse_table("mesh.rules", rules, problems)
-    own = []
-    for pattern, text in overrides.items():
-        key = f"mesh.overrides[{pattern!r}]"
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            what = f"is not a regular expression: {error}"
-            problems.append(errors.Problem("mesh.overrides", pattern, what, ""))
-        own.append((pattern, _parse_table(key, text.replace(" ", "").split(","), problems)))
-    if problems:
-        raise errors.ConfigError.of(problems)
-    return Rules(table, tuple(own))
-
-
-def _parse_table(key: str, rules: Sequence[str], problems: list[errors.Problem]) -> _Table:
-    pairs: list[tuple[str, str | None]] = []
-    for rule in rules:
-        axis, colon, to = rule.partition(":")
-        remedy = (
-            f"logical axes: {', '.join(_LOGICAL_AXES)}; mesh axes: {', '.join(MESH_AXES)}, none"
-        )
-        if not colon or axis not in _LOGICAL_AXES or to not in (*MESH_AXES, "none"):
-            what = 'is not a rule "logical axis:mesh axis"'
-            problems.append(errors.Problem(key, rule, what, remedy))
-        elif to == TENSOR and axis not in _TENSOR_AXES:
-            what = f"cannot be followed: {TENSOR} splits matmuls along {', '.join(_TENSOR_AXES)}"
-            problems.append(errors.Problem(key, rule, what, f"use {axis}:{FSDP}"))
-        pairs.append((axis, None if to == "none" else to))
-    return tuple(pairs)
-
-
-RULES = Rules((("embed", FSDP), *((axis, TENSOR) for axis in _TENSOR_AXES)))
 
 
 def make_mesh(
@@ -152,7 +62,7 @@ def make_mesh(
 def spec_tree(
     infos: trees.Tree,
     mesh: Mesh,
-    rules: Rules = RULES,
+    rules: rules_lib.Rules = rules_lib.RULES,
     counts: Mapping[str, int] | None = None,
 ) -> trees.Tree:
     """PartitionSpecs of full rank for a tree of infos, quantised leaves included.
@@ -162,7 +72,7 @@ def spec_tree(
       mesh: the devices.
       rules: from logical axes to mesh axes.
       counts: of the logical axes whose elements belong together, such as those of a head, how many
-        groups there are; a mesh axis must divide this number too.
+        groups there are; `tensor` must divide this number too.
 
     Raises:
       ConfigError: dimensions (or tile counts) that the mesh does not divide, all in one error.
@@ -188,7 +98,7 @@ class _Placing:
 
     path: str
     mesh: Mesh
-    table: _Table
+    table: rules_lib.Table
     counts: Mapping[str, int]
     problems: list[errors.Problem]
 
@@ -198,8 +108,8 @@ class _Placing:
             entries[dim] = mesh_axis
             ways, axis = self.mesh.shape[mesh_axis], leaf.axes[dim]
             groups = self.counts.get(str(axis), ways)
-            if groups % ways:
-                self.problems.append(self._inseparable(str(axis), groups, mesh_axis, ways))
+            if mesh_axis == TENSOR and groups % ways:
+                self.problems.append(self._inseparable(str(axis), groups, ways))
             elif leaf.shape[dim] % ways:
                 found = _indivisible(self.path, leaf, dim, mesh_axis, self.mesh, quantised)
                 self.problems.append(found)
@@ -215,11 +125,11 @@ class _Placing:
                 chosen[dims[0]] = mesh_axis
         return [(i, to) for i, to in chosen.items() if to is not None and self.mesh.shape[to] > 1]
 
-    def _inseparable(self, axis: str, groups: int, mesh_axis: str, ways: int) -> errors.Problem:
+    def _inseparable(self, axis: str, groups: int, ways: int) -> errors.Problem:
         what = f"{self.path}: {groups} {axis} do not divide over {ways} devices"
         remedy = f"{_divisors_remedy(groups)}; to keep attention whole on each device, replace "
         remedy += "heads and kv_heads in mesh.rules: heads:none, kv_heads:none"
-        return errors.Problem(f"mesh.{mesh_axis}", ways, what, remedy)
+        return errors.Problem(f"mesh.{TENSOR}", ways, what, remedy)
 
 
 def _indivisible(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora import lora, plan, quant, specs, targets
+from purelora import lora, placing, plan, quant, specs, targets
 from purelora import tree as trees
 
 
@@ -49,7 +49,7 @@ def start_of(
         trained |= _magnitudes(run, base) | _token_rows(run, base)
     placed = specs.shardings(run.trainable_specs, run.mesh)
     in_order = {path: trained[path] for path in trees.flatten(run.trainable_infos)}
-    return Start(trees.unflatten(base), jax.device_put(trees.unflatten(in_order), placed))
+    return Start(trees.unflatten(base), placing.place(trees.unflatten(in_order), placed))
 
 
 def to_be_restored(run: plan.Plan, loaded: trees.Tree) -> Start:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from purelora import artefact, assembly, config, errors, reporting, run_model
+from purelora import artefact, assembly, config, distributed, errors, reporting, run_model
 from purelora.io import hf_write, peft
 
 STORY = "run.json"
@@ -64,6 +64,7 @@ def begin(run: assembly.Run, first_step: int) -> None:
         "git": git_state(),
         "python": platform.python_version(),
         "versions": versions(),
+        "processes": distributed.process_count(),
         "devices": [f"{d.platform} {d.device_kind}" for d in run.plan.mesh.devices.flat],
         "base": {"path": run.settings.model.path, "fingerprint": run.meta["base_fingerprint"]},
         "data": {"report": run.data.report, "fingerprint": run.data.fingerprint},

@@ -10,17 +10,27 @@
 
 Exit status: 0 when the run is complete, 2 for an error that the user can fix, 128 + signal when
 SIGTERM or SIGINT ended it (after saving).
+
+Of a run of several processes each is started with the same arguments and one of these:
+--coordinator_address=HOST:PORT --num_processes=N --process_id=I
+                     or the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+                     JAX_PROCESS_ID; HOST is that of process 0, which opens that port
+--distributed        JAX finds the others: Slurm, Open MPI, Kubernetes, Cloud TPU
+--heartbeat_timeout_seconds=30   a process that is silent for so long ends the run
+`python -m purelora.launch` starts them all on one machine.
 """
 
 import contextlib
+import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from purelora import (
     assembly,
     cli,
     compilation,
     config,
+    distributed,
     evaluation,
     metrics,
     plan,
@@ -33,21 +43,24 @@ from purelora import (
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
+    joining, argv = cli.processes(argv)
+    distributed.initialise(joining)
     settings, flags = cli.parse(argv, flags=("plan",))
-    if "plan" not in flags:
+    distributed.check_equal("arguments", cli.describe(config.as_flat(settings)))
+    if "plan" not in flags and distributed.is_main():
         reporting.check_workdir(settings)
         story.check_adapter_folder(settings)
     cache = compilation.use_cache(settings.compile_cache)
     model, run_plan = assembly.open_and_plan(settings, reporting.say)
     if "plan" in flags:
-        print(f"{cli.describe(config.as_flat(settings))}\n\n{plan.table(run_plan)}\n")
-        print(run_plan.describe_targets())
+        reporting.say(f"{cli.describe(config.as_flat(settings))}\n\n{plan.table(run_plan)}\n")
+        reporting.say(run_plan.describe_targets())
         return 0
     reporting.say(f"compilation cache: {cache or 'off'}")
     run, start = assembly.build(model, run_plan, reporting.say)
     if int(start.step) >= run.total_steps:
         reporting.say(f"complete: {settings.workdir} is at step {int(start.step)} already")
-        written = story.finish_once(run, int(start.step))
+        written = _by_main(lambda: story.finish_once(run, int(start.step)))
         if written is not None:
             reporting.say(f"its adapter was missing or of another step: written to {written}")
         return 0
@@ -56,11 +69,24 @@ def main(argv: Sequence[str]) -> int:
         reporting.reporting(run, start) as reporter,
         contextlib.closing(run.checkpoints),
     ):
-        story.begin(run, int(start.step))
+        if distributed.is_main():
+            story.begin(run, int(start.step))
         train(run, start, reporter, stop)
         if not stop.requested:
-            reporter.exported(run.total_steps, story.finish(run, run.total_steps))
+            written = _by_main(lambda: story.finish(run, run.total_steps))
+            reporter.exported(run.total_steps, written)
     return stop.status
+
+
+def _by_main(write: Callable[[], pathlib.Path | None]) -> pathlib.Path | None:
+    """Where the main process alone has written something; None if it has not."""
+
+    def written() -> str | None:
+        path = write()
+        return None if path is None else str(path)
+
+    found = distributed.from_main("export", written)
+    return None if found is None else pathlib.Path(found)
 
 
 def train(
@@ -76,15 +102,16 @@ def train(
         reporter.evaluated(evaluation.evaluate(run, current, stop))
         reporter.sampled(evaluation.sample(run, current))
     for number in range(first + 1, run.total_steps + 1):
-        batch = run.data.train.batch(number - 1)
-        current, result = run.train_step(current, run.base, run.place(batch))
-        reporter.after_step(number, batch, result)
+        batch = run.place(run.batch(run.data.train, number - 1))
+        current, result = run.train_step(current, run.base, batch)
+        reporter.after_step(number, run.data.train.token_count(number - 1), result)
+        wished = stop.look(saves.wish())
         is_last, evaluated = stop.requested or number == run.total_steps, None
         if is_last or is_due(number, every.eval_steps):
             reporter.flush()
             evaluated = evaluation.evaluate(run, current, stop)
             reporter.evaluated(evaluated)
-        if is_last or saves.are_due(number):
+        if is_last or saves.are_due(number, wished):
             save(run, number, current, evaluated, reporter)
             saves.done(run, number)
         if is_last:
@@ -103,21 +130,31 @@ class Saves:
         """Begins at `first`, the first step of this process."""
         self._settings = settings
         self._first = first
+        self._made = 0
         self._last_secs = time.monotonic()
 
-    def are_due(self, number: int) -> bool:
-        """Whether to save after step `number`."""
-        secs = self._settings.save_secs
+    def are_due(self, number: int, wished: int) -> bool:
+        """Whether to save after step `number`, if the processes have wished for save `wished`."""
         return (
             is_due(number, self._settings.save_steps)
             or (self._settings.save_first and number == self._first)
-            or (secs is not None and time.monotonic() - self._last_secs >= secs)
+            or wished == self._made + 1
         )
+
+    def wish(self) -> int:
+        """Number of the save that it is time for, 0 if it is not; the main process's clock counts.
+
+        A wish that comes back when that save has been made is an old one.
+        """
+        secs = self._settings.save_secs
+        is_up = secs is not None and time.monotonic() - self._last_secs >= secs
+        return self._made + 1 if is_up and distributed.is_main() else 0
 
     def done(self, run: assembly.Run, number: int) -> None:
         """After a save; the first one is waited for, so that it fails here if it fails."""
         if number == self._first:
             run.checkpoints.wait()
+        self._made += 1
         self._last_secs = time.monotonic()
 
 

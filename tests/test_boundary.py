@@ -10,7 +10,7 @@ import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from purelora import boundary, errors, info, quant, specs
+from purelora import boundary, errors, info, quant, rules, specs
 from purelora import tree as trees
 from purelora.io import builtin
 from purelora.models import causal_lm, layers
@@ -30,7 +30,7 @@ def make(qtype: str = "int8"):
     mesh = specs.make_mesh(1, 8, jax.devices())
     placed = trees.combine(
         specs.spec_tree(base_infos, mesh),
-        specs.spec_tree(model.adapter_infos(), mesh, specs.RULES.of_adapters(False)),
+        specs.spec_tree(model.adapter_infos(), mesh, rules.RULES.of_adapters(False)),
     )
     return model, base, adapters, placed
 

@@ -12,6 +12,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 from purelora import errors, info, quant, specs
+from purelora import rules as rules_lib
 from purelora import tree as trees
 
 
@@ -21,7 +22,7 @@ def _quick_compiles():
         yield
 
 
-def spec(shape, axes, mesh, rules=specs.RULES) -> P:
+def spec(shape, axes, mesh, rules=rules_lib.RULES) -> P:
     leaf = info.ParamInfo(shape, "float32", axes, contracting=-2 if len(shape) > 1 else None)
     return specs.spec_tree({"w": leaf}, mesh, rules)["w"]
 
@@ -47,21 +48,21 @@ def test_rules(shape, axes, sizes, expected):
 
 
 def test_first_rule_wins():
-    rules = specs.Rules((("embed", "data"), ("embed", "fsdp"), ("mlp", "fsdp")))
+    rules = rules_lib.Rules((("embed", "data"), ("embed", "fsdp"), ("mlp", "fsdp")))
     assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), rules) == P("data", "fsdp")
 
 
 def test_rule_whose_mesh_axis_is_used_gives_way_to_the_next():
     """The order is that of the rules, not that of the dimensions."""
-    rules = specs.Rules((("mlp", "fsdp"), ("embed", "fsdp"), ("embed", "data")))
+    rules = rules_lib.Rules((("mlp", "fsdp"), ("embed", "fsdp"), ("embed", "data")))
     assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), rules) == P("data", "fsdp")
-    whole = specs.Rules((("mlp", None), *rules.table))
+    whole = rules_lib.Rules((("mlp", None), *rules.table))
     assert spec((4, 8), ("embed", "mlp"), tiny.mesh(2, 4), whole) == P("fsdp", None)
 
 
 def test_overrides_come_first_in_the_modules_they_name():
     own = (("head", (("vocab", "fsdp"), ("embed", None))),)
-    rules = specs.Rules((("embed", "fsdp"),), own)
+    rules = rules_lib.Rules((("embed", "fsdp"),), own)
     infos = {
         path: info.ParamInfo((8, 8), "float32", ("vocab", "embed"), contracting=-1)
         for path in ("head.weight", "a.head.weight", "ahead.weight", "head.up.weight")
@@ -75,15 +76,26 @@ def test_overrides_come_first_in_the_modules_they_name():
 
 
 def test_rules_are_read_from_text():
-    read = specs.parse_rules(["embed:fsdp", "mlp:none"], {"lm_head": "vocab:tensor, embed:none"})
+    read = rules_lib.parse_rules(
+        ["embed:fsdp", "mlp:none"], {"lm_head": "vocab:tensor, embed:none"}
+    )
     assert read.table == (("embed", "fsdp"), ("mlp", None))
     assert read.overrides == (("lm_head", (("vocab", "tensor"), ("embed", None))),)
+
+
+def test_an_override_that_names_no_module_is_an_error():
+    read = rules_lib.parse_rules([], {"lm_head": "vocab:none", "q": "heads:none"})
+    modules = ["embed_tokens", "layers.self_attn.q_proj"]
+    with pytest.raises(errors.ConfigError) as caught:
+        read.check_overrides(modules)
+    assert [p.value for p in caught.value.problems] == ["lm_head", "q"]
+    read.check_overrides([*modules, "lm_head", "layers.q"])
 
 
 def test_all_bad_rules_are_in_one_error():
     bad = ["embed", "embed:fdsp", "hedas:tensor", "layers:fsdp", "embed:tensor"]
     with pytest.raises(errors.ConfigError) as caught:
-        specs.parse_rules(bad, {"lm_head": "vocab", "(": "vocab:fsdp"})
+        rules_lib.parse_rules(bad, {"lm_head": "vocab", "(": "vocab:fsdp"})
     assert [p.value for p in caught.value.problems] == [*bad, "vocab", "("]
     assert "mesh.overrides['lm_head'] = 'vocab': is not a rule" in str(caught.value)
     assert "embed:tensor': cannot be followed: tensor splits matmuls along heads" in str(
@@ -92,16 +104,18 @@ def test_all_bad_rules_are_in_one_error():
 
 
 def test_heads_are_never_cut():
-    """9 heads of 64 columns are 576, which 8 divides."""
+    """9 heads of 64 columns are 576, which 8 divides; storage may be cut so, a matmul may not."""
     m = tiny.model(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
     with pytest.raises(errors.ConfigError) as caught:
-        specs.spec_tree(m.infos, tiny.mesh(1, 1, 8), specs.RULES, m.axis_counts)
+        specs.spec_tree(m.infos, tiny.mesh(1, 1, 8), rules_lib.RULES, m.axis_counts)
     named = {p.what.partition(".weight")[0]: p.what for p in caught.value.problems}
     assert set(named) == {f"layers.self_attn.{name}_proj" for name in "qkvo"}
     assert named["layers.self_attn.o_proj"].endswith("9 heads do not divide over 8 devices")
     assert named["layers.self_attn.k_proj"].endswith("3 kv_heads do not divide over 8 devices")
     proposed = ["embed:fsdp", "heads:none", "kv_heads:none", "mlp:tensor", "vocab:tensor"]
-    rules = specs.parse_rules(proposed, {})
+    storage = rules_lib.parse_rules(["heads:fsdp"], {})
+    specs.spec_tree(m.infos, tiny.mesh(1, 8, 1), storage, m.axis_counts)
+    rules = rules_lib.parse_rules(proposed, {})
     specs.spec_tree(m.infos, tiny.mesh(1, 1, 8), rules, m.axis_counts)
 
 
@@ -114,7 +128,7 @@ def test_heads_are_never_cut():
 )
 def test_modules_of_one_computation_are_split_alike(rules, overrides, split):
     m = tiny.model()
-    found = specs.spec_tree(m.infos, tiny.mesh(1, 1, 2), specs.parse_rules(rules, overrides))
+    found = specs.spec_tree(m.infos, tiny.mesh(1, 1, 2), rules_lib.parse_rules(rules, overrides))
     with pytest.raises(errors.ConfigError, match=rf"split .*{split}.* over tensor, but not "):
         specs.shards(found, m.flat_infos)
 
@@ -124,8 +138,8 @@ def test_modules_of_one_computation_are_split_alike(rules, overrides, split):
 def test_every_spec_has_full_rank_and_leaves_layers_whole(sharded, sizes):
     """B27: adapters take the spec of their own axes, 3 layers on 8 devices."""
     m = tiny.with_lora(tiny.model())
-    rules = specs.RULES.of_adapters(sharded)
-    for infos, used in ((m.infos, specs.RULES), (m.adapter_infos(), rules)):
+    rules = rules_lib.RULES.of_adapters(sharded)
+    for infos, used in ((m.infos, rules_lib.RULES), (m.adapter_infos(), rules)):
         is_sharded = sharded or infos is m.infos
         found = trees.flatten(specs.spec_tree(infos, tiny.mesh(*sizes), used))
         for path, leaf in trees.flatten(infos).items():

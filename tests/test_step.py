@@ -46,7 +46,12 @@ TENSOR_FSDP = Case("int8", 4, fsdp=2, tensor=4, kv_heads=4, accum=4, head=True, 
 TENSOR_ALL = Case("nf4", data=2, fsdp=2, tensor=2, scan=False, head=True)
 FULL_TENSOR = Case(lora=False, fsdp=2, tensor=2, accum=4, remat=True)
 FULL_TENSOR_8 = Case(lora=False, tensor=8, kv_heads=8)
-TENSOR_CASES = (TENSOR_2, TENSOR_8, TENSOR_FSDP, TENSOR_ALL, FULL_TENSOR, FULL_TENSOR_8)
+OTHER_RULES = Case("int8", data=2, fsdp=2, tensor=2, sharded=True, rules=(
+    "heads:tensor", "kv_heads:tensor", "mlp:fsdp", "vocab:fsdp", "embed:data", "rank:fsdp",
+))  # fmt: skip
+TENSOR_CASES = (
+    TENSOR_2, TENSOR_8, TENSOR_FSDP, TENSOR_ALL, FULL_TENSOR, FULL_TENSOR_8, OTHER_RULES,
+)  # fmt: skip
 CASES = (*LORA_CASES, *OTHER_QTYPES, FULL, FULL_FSDP_8, FULL_UNROLLED, *TENSOR_CASES)
 ADAM = (
     Case("int8", data=2, fsdp=4, accum=4, sharded=True, optimiser="adamw"),

@@ -27,6 +27,7 @@ FEATURES = {
     "tokens": (("trainable_token_indices", (3, 40, 63)),),
     "whole": (("modules_to_save", ("embed_tokens", "down_proj", "norm")),
               ("target_modules", ("q_proj", "o_proj"))),
+    "biases": (("bias", "all"),),
     "some_layers": (("layers_to_transform", (0, 2)), ("use_rslora", True)),
 }  # fmt: skip
 
@@ -35,12 +36,32 @@ FEATURES = {
 def test_features_are_those_of_one_device(feature):
     """Gradients of all that is trained, from trained values, by one SGD step."""
     batch, head = tiny.flat_batch(), feature == "tokens"
-    one = Case(head=head, changes=FEATURES[feature])
+    biased = (("attention_bias", True), ("mlp_bias", True)) if feature == "biases" else ()
+    one = Case(head=head, changes=FEATURES[feature], model=biased)
     many = dataclasses.replace(one, data=2, fsdp=2, tensor=2, accum=2, sharded=True)
     wanted, wanted_metrics = test_step.one_step(one, batch)
     got, metrics = test_step.one_step(many, batch)
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
     chex.assert_trees_all_close(metrics, wanted_metrics, rtol=2e-5)
+
+
+SHAPES = [
+    (data, fsdp, devices // data // fsdp)
+    for devices in (1, 2, 4, 8)
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    if devices % (data * fsdp) == 0
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_lora", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_mesh_shape(shape, is_lora):
+    data, fsdp, tensor = shape
+    case = Case("int8" if is_lora else "none", lora=is_lora, data=data, fsdp=fsdp, tensor=tensor)
+    case = dataclasses.replace(case, kv_heads=8, accum=2, head=is_lora)
+    test_step.assert_is_reference(case, tiny.flat_batch())
 
 
 def test_dropout_masks_do_not_depend_on_the_mesh():
@@ -119,8 +140,8 @@ def _plan(rules: tuple[str, ...], **overrides: str) -> plan.Plan:
 def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
     """4 MB of embeddings beside 0.1 MB of other weights."""
     rest = ("heads:tensor", "kv_heads:tensor", "mlp:tensor")
-    with pytest.raises(errors.ConfigError, match="leave embed_tokens.weight whole on each of 8 dev"
-                       r".*: 4,194,304 bytes; add a rule for vocab or embed"):  # fmt: skip
+    message = "leave embed_tokens.weight whole on each of 8 devices: 4,194,304 bytes; add a rule"
+    with pytest.raises(errors.ConfigError, match=message + " for vocab or embed"):
         _plan(rest)
     _plan((*rest, "vocab:fsdp"))
     asked = _plan(rest, embed_tokens="vocab:none")

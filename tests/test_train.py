@@ -264,11 +264,11 @@ def test_time_between_saves_begins_at_the_last_save():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: next(times))
         saves = train.Saves(settings, first=1)
-        assert not saves.are_due(1)
-        assert saves.are_due(2)
+        assert not saves.are_due(1, saves.wish())
+        assert saves.are_due(2, saves.wish())
         saves.done(None, 2)
-        assert not saves.are_due(3)
-        assert saves.are_due(4)
+        assert not saves.are_due(3, saves.wish())
+        assert saves.are_due(4, saves.wish())
 
 
 def test_the_first_save_that_fails_ends_the_run_at_its_first_step(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from purelora import config, info, optim, quant, specs, state, step
+from purelora import config, info, optim, quant, rules, specs, state, step
 from purelora import tree as trees
 from purelora.models import causal_lm, layers
 
@@ -211,6 +211,8 @@ class Case:
     keep_gathered: bool = False
     kv_heads: int = 2
     changes: tuple[tuple[str, Any], ...] = ()  # Of the adapters' settings.
+    model: tuple[tuple[str, Any], ...] = ()  # Of the config.json.
+    rules: tuple[str, ...] = ()  # In place of the usual ones.
 
     @property
     def heads(self) -> dict[str, int]:
@@ -220,7 +222,10 @@ class Case:
     def __str__(self) -> str:
         base = "full" if not self.lora else f"{self.qtype}{self.tile or ''}"
         names = ("sharded", "scan", "remat", "head", "keep_gathered")
-        flags = [n for n in names if getattr(self, n)] + [name for name, _ in self.changes]
+        flags = [n for n in names if getattr(self, n)] + [
+            name for name, _ in self.changes + self.model
+        ]
+        flags += ["rules"] if self.rules else []
         return "-".join([base, f"{self.data}x{self.fsdp}x{self.tensor}", f"M{self.accum}", *flags])
 
 
@@ -253,17 +258,18 @@ class Trainer:
 @functools.cache
 def trainer(case: Case) -> Trainer:
     """The step of a case; compiled at its first call and shared by all tests of the process."""
-    plain = model(num_hidden_layers=case.layers, **case.heads)
+    plain = model(num_hidden_layers=case.layers, **case.heads, **dict(case.model))
     targets = ".*(proj|lm_head)" if case.head else "all-linear"
     m = with_lora(plain, targets, **dict(case.changes)) if case.lora else plain
     base, base_infos = quantised(m, weights(m), case.qtype, case.tile)
     on = mesh(case.data, case.fsdp, case.tensor)
-    base_specs = specs.spec_tree(base_infos, on, specs.RULES, m.axis_counts)
+    chosen = rules.parse_rules(case.rules, {}) if case.rules else rules.RULES
+    base_specs = specs.spec_tree(base_infos, on, chosen, m.axis_counts)
     trainable, infos, train_specs = base, m.infos, base_specs
     if case.lora:
         trainable, infos = adapters(m), m.adapter_infos()
-        rules = specs.RULES.of_adapters(case.sharded)
-        train_specs = specs.spec_tree(infos, on, rules, m.axis_counts)
+        own = chosen.of_adapters(case.sharded)
+        train_specs = specs.spec_tree(infos, on, own, m.axis_counts)
     else:
         base, base_specs = {}, {}
 

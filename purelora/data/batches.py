@@ -57,9 +57,28 @@ class Batches:
         rows: list[packing.Row] = self._order[index]
         return rows
 
-    def batch(self, index: int) -> step.Batch:
-        """Batch `index`; rows that a short batch lacks are all padding and have no weight."""
-        shape = (self.batch_size, self.max_length)
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of each array of a batch: `[M, B, T]`."""
+        return self.accum_steps, self.batch_size // self.accum_steps, self.max_length
+
+    def token_count(self, index: int) -> int:
+        """Tokens of batch `index` that are not padding; builds no array."""
+        rows = self.rows_at(index)
+        return sum(len(self.examples[number].tokens) for row in rows for number in row)
+
+    def batch(self, index: int, own: Sequence[int] | None = None) -> step.Batch:
+        """Batch `index`; rows that a short batch lacks are all padding and have no weight.
+
+        Args:
+          index: of the batch.
+          own: which rows of each micro-batch to build, ascending; by default all of them. The
+            arrays are `[M, len(own), T]` then: what a process of several needs.
+        """
+        accum_steps, rows, _ = self.shape
+        chosen = range(rows) if own is None else own
+        numbers = [micro * rows + row for micro in range(accum_steps) for row in chosen]
+        shape = (len(numbers), self.max_length)
         flat = step.Batch(
             tokens=np.zeros(shape, np.int32),
             targets=np.zeros(shape, np.int32),
@@ -67,8 +86,11 @@ class Batches:
             segment_ids=np.zeros(shape, np.int32),
             positions=np.zeros(shape, np.int32),
         )
-        for number, row in enumerate(self.rows_at(index)):
-            _fill_row(step.Batch(*(a[number] for a in flat)), [self.examples[i] for i in row])
+        filled = self.rows_at(index)
+        for place, number in enumerate(numbers):
+            if number < len(filled):
+                examples = [self.examples[i] for i in filled[number]]
+                _fill_row(step.Batch(*(a[place] for a in flat)), examples)
         return step.Batch(*(a.reshape(self.accum_steps, -1, self.max_length) for a in flat))
 
     @functools.cached_property

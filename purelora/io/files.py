@@ -1,15 +1,31 @@
-"""Reading small text and JSON files, with every way they can be bad told as a `ModelError`."""
+"""Reading ranges of bytes, text and JSON; whatever is bad about a file is a `ModelError`."""
 
 import json
 import os
 import stat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from purelora import errors
 
 _REPLACE = "copy or download the file again"
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a file of many.
+
+    Attributes:
+      dtype: the format's name of its element or block type.
+      shape: in numpy order.
+      start: its first byte.
+      n_bytes: its length.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
 
 
 def check_readable(path: str) -> None:
@@ -37,6 +53,25 @@ def read_range(path: str, start: int, n_bytes: int) -> np.ndarray:
     if len(found) < n_bytes:
         raise errors.ModelError(path, None, "has become shorter", "download the file again")
     return found
+
+
+def read_rows(path: str, start: int, n_bytes: int, stride_bytes: int, count: int) -> np.ndarray:
+    """`count` times `n_bytes` bytes of a file, each `stride_bytes` after the one before."""
+    if n_bytes == stride_bytes:
+        return read_range(path, start, count * n_bytes)
+    found = np.empty((count, n_bytes), np.uint8)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            sizes = [
+                os.preadv(file.fileno(), [row.data], start + number * stride_bytes)
+                for number, row in enumerate(found)
+            ]
+    except OSError as error:
+        what = f"cannot be read: {error}"
+        raise errors.ModelError(path, None, what, "check the file's permissions") from error
+    if any(size < n_bytes for size in sizes):
+        raise errors.ModelError(path, None, "has become shorter", "download the file again")
+    return found.reshape(-1)
 
 
 def read_text(path: str) -> str:

@@ -136,6 +136,14 @@ class GGUFSource:
         heads = self.config[self.arch.permuted[base]]
         return tensor._replace(array=unpermute_rows(tensor.array, heads))
 
+    def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """The values in `box`; of a tensor whose rows lie in another order all are read."""
+        source.check_name(self.path, name, self.names)
+        stored = self.names[name]
+        if stored.rpartition(".")[0].rpartition(".")[2] in self.arch.permuted:
+            return self.read(name).array[box]
+        return self.container.read_rows(stored, box[0])[(slice(None), *box[1:])]
+
 
 def open_file(path: str) -> GGUFSource:
     """Opens the GGUF file at `path` and translates its metadata; reads no large tensor.

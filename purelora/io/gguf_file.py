@@ -11,7 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import numpy as np
@@ -45,15 +45,6 @@ PLAIN = ("F32", "F16", "BF16")
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 
 
-class Entry(NamedTuple):
-    """Where one tensor lies: its type's name, its shape in numpy order, and its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    n_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Container:
     """An open GGUF file. Made by `open_container`.
@@ -66,7 +57,7 @@ class Container:
 
     path: str
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, files.Entry]
 
     def field(self, key: str, kind: type, items: type | None = None) -> Any:
         """The metadata at `key`, or None when the file does not hold it.
@@ -104,12 +95,27 @@ class Container:
         source.check_name(self.path, name, self.tensors)
         entry = self.tensors[name]
         stored = files.read_range(self.path, entry.start, entry.n_bytes)
-        if entry.dtype in PLAIN:
-            array = stored.view(source.DTYPES[entry.dtype]).reshape(entry.shape)
-        else:
-            rows = stored.reshape(*entry.shape[:-1], -1)
-            array = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[entry.dtype])
+        array = _decoded(entry.dtype, entry.shape, stored)
         return source.Tensor(array, source.digest(entry.dtype, entry.shape, stored))
+
+    def read_rows(self, name: str, rows: slice) -> np.ndarray:
+        """A range of the first dimension of a tensor, as `read` gives it; reads only that."""
+        source.check_name(self.path, name, self.tensors)
+        entry = self.tensors[name]
+        row_bytes = entry.n_bytes // entry.shape[0]
+        count = rows.stop - rows.start
+        start = entry.start + rows.start * row_bytes
+        stored = files.read_range(self.path, start, count * row_bytes)
+        return _decoded(entry.dtype, (count, *entry.shape[1:]), stored)
+
+
+def _decoded(dtype: str, shape: tuple[int, ...], stored: np.ndarray) -> np.ndarray:
+    """The values of stored bytes: floats as they are, quantised blocks as float32."""
+    if dtype in PLAIN:
+        return stored.view(source.DTYPES[dtype]).reshape(shape)
+    rows = stored.reshape(*shape[:-1], -1)
+    values: np.ndarray = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[dtype])
+    return values
 
 
 def open_container(path: str) -> Container:
@@ -213,13 +219,13 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
     return cursor.number(8), cursor.number(8)
 
 
-def _read_tensors(cursor: _Cursor, count: int, alignment: object) -> dict[str, Entry]:
+def _read_tensors(cursor: _Cursor, count: int, alignment: object) -> dict[str, files.Entry]:
     """The tensor table, with every span checked against the size of the file."""
     if type(alignment) is not int or alignment <= 0:
         raise errors.ModelError(
             f"{cursor.path}: general.alignment", alignment, "is not a positive integer", _AGAIN
         )
-    relative: dict[str, Entry] = {}
+    relative: dict[str, files.Entry] = {}
     for _ in range(count):
         name = cursor.string()
         if name in relative:
@@ -238,7 +244,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: object) -> dict[str, E
     return tensors
 
 
-def _read_entry(cursor: _Cursor, name: str) -> Entry:
+def _read_entry(cursor: _Cursor, name: str) -> files.Entry:
     """One row of the tensor table; `start` is still relative to the data section."""
     where = f"{cursor.path}: {name}"
     n_dims = cursor.number(4)
@@ -260,4 +266,4 @@ def _read_entry(cursor: _Cursor, name: str) -> Entry:
     if 0 in shape or shape[-1] % block:
         what = f"has a shape that {dtype} cannot hold (blocks of {block})"
         raise errors.ModelError(where, shape, what, _AGAIN)
-    return Entry(dtype, shape, start, math.prod(shape) // block * block_bytes)
+    return files.Entry(dtype, shape, start, math.prod(shape) // block * block_bytes)

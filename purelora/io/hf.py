@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from purelora import errors
 from purelora.io import files, safetensors_file, source
 
@@ -33,6 +35,11 @@ class HFSource:
         """Reads one tensor in its stored element type."""
         source.check_name(self.path, name, self.shards)
         return self.shards[name].read(name)
+
+    def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Reads the values in `box`, and little else."""
+        source.check_name(self.path, name, self.shards)
+        return self.shards[name].read_part(name, box)
 
 
 def open_folder(path: str) -> HFSource:

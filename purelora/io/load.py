@@ -2,9 +2,15 @@
 
 Host memory peaks at the finished base plus one tensor: a stack is allocated once, and each layer
 is transposed, cast or quantised and written in place by a small compiled function.
+
+Of several processes each reads what its own devices hold of a tensor, laid out over the mesh as the
+leaf is. What a scale needs to know of other shards (the largest absolute value) the compiled
+function finds out: a maximum does not depend on the order, so codes are the same on any mesh.
 """
 
 import functools
+import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
+from jax.sharding import PartitionSpec as P
 
-from purelora import errors, factoring, info, quant
+from purelora import distributed, errors, factoring, info, placing, quant
 from purelora import tree as trees
 from purelora.io import source as sources
 from purelora.models import causal_lm
@@ -58,26 +65,87 @@ def load(
     names = {path: model.family.hf_names(model.config, path) for path in model.flat_infos}
     _check_tensors(source, model, names)
     total, placed = sum(map(len, names.values())), trees.flatten(shardings)
+    reader = _Reader(source)
     flat: dict[str, Any] = {}
-    digests: dict[str, bytes] = {}
+    done = 0
     for path, like in trees.flatten(infos).items():
         declared = model.flat_infos[path]
         fill = _filler(like, declared.is_transposed, declared.is_stacked, _Hashable(placed[path]))
+        spread = _file_sharding(placed[path], declared)
         leaf, finite = _empty(like, placed[path]), {}
         for index, name in enumerate(names[path]):
-            tensor = source.read(name)
-            digests[name] = tensor.digest
-            array: Any = tensor.array
             place = None if split is None else split.place(path, index)
             if split is not None and place is not None:
-                array = split(place, _as_kernel(array), like).T
-            leaf, finite[name] = fill(leaf, array, index)
+                whole = reader.read(name, placing.whole(declared.file_shape))
+                rest = np.asarray(split(place, _as_kernel(whole), like)).T
+                tensor = placing.place(rest, spread)
+            else:
+                tensor = reader.placed(name, spread)
+            leaf, finite[name] = fill(leaf, tensor, index)
+            done += 1
             if progress:
-                progress(len(digests), total)
+                progress(done, total)
         _check_finite(source, finite)
         flat[path] = leaf
-    identity = source.identity or sources.fingerprint(digests)
-    return Loaded(trees.unflatten(flat), identity)
+    return Loaded(trees.unflatten(flat), reader.fingerprint())
+
+
+class _Reader:
+    """Reads parts of tensors, and hashes whole ones: each process its share of them."""
+
+    def __init__(self, source: sources.Source):
+        self._source = source
+        self._shapes = source.shapes()
+        self._digests: dict[str, bytes] = {}
+        self._own: set[str] = set()
+        if source.identity is None:
+            sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
+            shares = even_shares(sizes, distributed.process_count())
+            self._own = shares[distributed.process_index()]
+
+    def read(self, name: str, box: placing.Index) -> np.ndarray:
+        """The values of a tensor in `box`; a tensor that this process hashes is read whole."""
+        if name not in self._own:
+            return self._source.read_part(name, box)
+        tensor = self._source.read(name)
+        self._digests[name] = tensor.digest
+        return tensor.array[box]
+
+    def placed(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+        """A tensor on the devices; each process reads what its own hold."""
+        shape = self._shapes[name]
+        box = placing.own_box(sharding, shape)
+        return placing.from_box(box, self.read(name, box), sharding, shape)
+
+    def fingerprint(self) -> str:
+        """Identity of all tensors that were read, the same in all processes."""
+        if self._source.identity is not None:
+            return self._source.identity
+        own = {name: digest.hex() for name, digest in self._digests.items()}
+        found: dict[str, bytes] = {}
+        for text in distributed.gathered("digests", json.dumps(own)):
+            found |= {name: bytes.fromhex(digest) for name, digest in json.loads(text).items()}
+        return sources.fingerprint(found)
+
+
+def even_shares(sizes: Mapping[str, int], count: int) -> list[set[str]]:
+    """Splits names into `count` sets whose sizes are about the same."""
+    shares: list[set[str]] = [set() for _ in range(count)]
+    totals = [0] * count
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = totals.index(min(totals))
+        shares[least].add(name)
+        totals[least] += sizes[name]
+    return shares
+
+
+def _file_sharding(placed: Any, declared: info.ParamInfo) -> jax.sharding.NamedSharding:
+    """How one layer of a leaf lies over the mesh, in the order of dimensions that files have."""
+    sharding = placed.qvalue if isinstance(placed, qwix.QArray) else placed
+    axes = (*sharding.spec, *[None] * (len(declared.shape) - len(sharding.spec)))
+    axes = axes[1:] if declared.is_stacked else axes
+    spec = P(*(axes[::-1] if declared.is_transposed else axes))
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
 def _as_kernel(array: np.ndarray) -> jax.Array:
@@ -115,7 +183,7 @@ def _check_tensors(
         problems.append(errors.Problem(source.path, None, what, "is config.json of another model?"))
     if problems:
         raise errors.ModelError.of(errors.first(problems, source.path))
-    if "lm_head.weight" in shapes:
+    if "lm_head.weight" in shapes and distributed.is_main():
         _check_tied(source)
 
 
@@ -167,7 +235,9 @@ def _filler(like: Any, transpose: bool, stacked: bool, sharding: _Hashable) -> C
         write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
         return jax.tree.map(write, leaf, value), finite
 
-    return jax.jit(fill, donate_argnums=0, out_shardings=(sharding.value, None))
+    mesh = jax.tree.leaves(sharding.value)[0].mesh
+    everywhere = jax.sharding.NamedSharding(mesh, P())
+    return jax.jit(fill, donate_argnums=0, out_shardings=(sharding.value, everywhere))
 
 
 def _final(weight: jax.Array, like: info.ParamInfo | qwix.QArray) -> Any:

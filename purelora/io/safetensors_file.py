@@ -23,15 +23,6 @@ _AGAIN = "download the file again"
 _NAMES = {dtype: name for name, dtype in source.DTYPES.items()}
 
 
-class Entry(NamedTuple):
-    """Where a tensor lies in its file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    n_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class File:
     """An open safetensors file. Made by `open_file`.
@@ -43,7 +34,7 @@ class File:
     """
 
     path: str
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, files.Entry]
     metadata: Mapping[str, str]
 
     def read(self, name: str) -> source.Tensor:
@@ -52,13 +43,39 @@ class File:
         Raises:
           ModelError: there is no such tensor, or its element type is not read.
         """
+        entry = self._entry(name)
+        stored = files.read_range(self.path, entry.start, entry.n_bytes)
+        array = stored.view(source.DTYPES[entry.dtype]).reshape(entry.shape)
+        return source.Tensor(array, source.digest(entry.dtype, entry.shape, stored))
+
+    def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Reads the values in `box`, a start and a stop for each dimension.
+
+        Of a matrix only these are read; of more dimensions the rest of the outermost rows too.
+
+        Raises:
+          ModelError: as for `read`.
+        """
+        entry = self._entry(name)
+        dtype = source.DTYPES[entry.dtype]
+        row_bytes = entry.n_bytes // entry.shape[0]
+        first, count = box[0].start, box[0].stop - box[0].start
+        start = entry.start + first * row_bytes
+        if len(entry.shape) == 2:
+            start += box[1].start * dtype.itemsize
+            width = box[1].stop - box[1].start
+            stored = files.read_rows(self.path, start, width * dtype.itemsize, row_bytes, count)
+            return stored.view(dtype).reshape(count, width)
+        stored = files.read_range(self.path, start, count * row_bytes)
+        whole_rows = stored.view(dtype).reshape(count, *entry.shape[1:])
+        return whole_rows[(slice(None), *box[1:])]
+
+    def _entry(self, name: str) -> files.Entry:
         source.check_name(self.path, name, self.entries)
         entry = self.entries[name]
         if entry.dtype not in source.DTYPES:
             raise source.dtype_error(self.path, name, entry.dtype)
-        stored = files.read_range(self.path, entry.start, entry.n_bytes)
-        array = stored.view(source.DTYPES[entry.dtype]).reshape(entry.shape)
-        return source.Tensor(array, source.digest(entry.dtype, entry.shape, stored))
+        return entry
 
 
 def open_file(path: str) -> File:
@@ -85,7 +102,7 @@ def _read_table(path: str) -> File:
         header = json.loads(file.read(length))
     metadata = header.pop("__metadata__", None) or {}
     entries = {
-        name: Entry(item["dtype"], tuple(item["shape"]), 8 + length + begin, end - begin)
+        name: files.Entry(item["dtype"], tuple(item["shape"]), 8 + length + begin, end - begin)
         for name, item in header.items()
         for begin, end in [item["data_offsets"]]
     }

@@ -56,6 +56,12 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor:
         """Reads one tensor; only this one is held in memory."""
 
+    def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """The values of one tensor in `box`, a start and a stop for each dimension.
+
+        A format that can read less than the whole tensor does.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource:
@@ -78,6 +84,11 @@ class ArraySource:
         if array.dtype not in known:
             raise dtype_error(self.path, name, str(array.dtype))
         return Tensor(array, digest(known[array.dtype], array.shape, array))
+
+    def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """That part of the array called `name`."""
+        check_name(self.path, name, self.arrays)
+        return self.arrays[name][box]
 
 
 def digest(dtype: str, shape: tuple[int, ...], stored: np.ndarray) -> bytes:

@@ -359,8 +359,8 @@ def test_dropout_differs_by_layer():
     def hidden(layer: int, rate: float) -> jax.Array:
         m = tiny.with_lora(plain_model, [f"layers.{layer}.self_attn.o_proj"])
         dropout = layers.Dropout(jax.random.key(3), jnp.arange(2), rate)
-        return m.family.hidden(
-            m.bind(base, tiny.adapters(m)), tiny.inputs(tiny.tokens(2)), m.config,
+        return m.hidden(
+            m.bind(base, tiny.adapters(m)), tiny.inputs(tiny.tokens(2)),
             dtype=jnp.float32, scan_layers=True, remat=False, dropout=dropout,
         )  # fmt: skip
 

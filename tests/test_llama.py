@@ -11,7 +11,7 @@ import tiny
 from purelora import errors, params, step
 from purelora import tree as trees
 from purelora.io import builtin
-from purelora.models import attention, causal_lm, layers
+from purelora.models import causal_lm, layers
 
 VARIANTS = {
     "tied": {},
@@ -267,38 +267,6 @@ def test_cache_is_the_whole_sequence(adapted):
         np.testing.assert_allclose(
             got[:, 0], want[np.arange(2), starts + offset], rtol=0, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("block", [4, 5, 128])
-def test_attention_in_blocks_is_softmax_attention(monkeypatch, block):
-    """Values and gradients, with groups, segments and padding, in one block and in several."""
-    monkeypatch.setattr(attention, "_LEAST_BLOCK", block)
-    rng = np.random.default_rng(0)
-    q, k, v, g = (
-        jnp.asarray(rng.standard_normal((2, 13, n, 8)), jnp.float32) for n in (4, 2, 2, 4)
-    )
-    segments = jnp.array([[1] * 6 + [2] * 5 + [0] * 2, [1] * 13])
-    mask = np.tril(np.ones((1, 13, 13), bool)) & (segments[:, :, None] == segments[:, None, :])
-
-    def plain_attention(q, k, v):
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3
-        probs = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bnts,bsnh->btnh", probs, v)
-
-    def blocked(q, k, v):
-        return attention.causal_attention(q, k, v, segments, 0.3)
-
-    def run(attend):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, pull(g)
-
-    chex.assert_trees_all_close(
-        jax.jit(run, static_argnums=0)(blocked),
-        jax.jit(run, static_argnums=0)(plain_attention),
-        rtol=0,
-        atol=2e-5,
-    )
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,7 @@ def _begin(
     positions_BT = jnp.broadcast_to(
         jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
     )
-    x_BTD, cache = model.hidden_cached(
-        bound, tokens_BT, positions_BT, cache, dtype=static.dtype
-    )
+    x_BTD, cache = model.hidden_cached(bound, tokens_BT, positions_BT, cache, dtype=static.dtype)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers_B)
     x_BD = x_BTD[jnp.arange(rows), lengths_B - 1]
     first_B = _pick(x_BD, bound, keys_B, jnp.int32(0), static)

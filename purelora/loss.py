@@ -161,9 +161,7 @@ def _chunked_sum_fwd(
     return total, (d_inputs, pull(d_whole)[0])
 
 
-def _chunked_sum_bwd(
-    softcap: float | None, residuals: Any, g: jax.Array
-) -> tuple[Any, Any, None]:
+def _chunked_sum_bwd(softcap: float | None, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
     del softcap
     (dx, d_adapter_x), d_trained = jax.tree.map(lambda d: d * g.astype(d.dtype), residuals)
     return Tokens(dx, d_adapter_x, None, None), d_trained, None

@@ -102,8 +102,12 @@ def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, flo
         case "Gemma2ForCausalLM":
             return (None if index % 2 else window), theta, slowed
         case "Gemma3ForCausalLM":
-            is_full = index % config["sliding_window_pattern"] == config["sliding_window_pattern"] - 1
-            return (None, theta, slowed) if is_full else (window, config["rope_local_base_freq"], 1.0)
+            is_full = (
+                index % config["sliding_window_pattern"] == config["sliding_window_pattern"] - 1
+            )
+            return (
+                (None, theta, slowed) if is_full else (window, config["rope_local_base_freq"], 1.0)
+            )
     raise AssertionError(config["architectures"])
 
 

@@ -21,9 +21,7 @@ def _quick_compiles():
 
 def arrays(length: int = LENGTH):
     rng = np.random.default_rng(0)
-    return [
-        jnp.asarray(rng.standard_normal((2, length, n, 8)), jnp.float32) for n in (4, 2, 2, 4)
-    ]
+    return [jnp.asarray(rng.standard_normal((2, length, n, 8)), jnp.float32) for n in (4, 2, 2, 4)]
 
 
 def plain_attention(q, k, v, window, softcap):

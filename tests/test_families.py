@@ -18,6 +18,7 @@ from purelora import errors
 from purelora import tree as trees
 from purelora.models import causal_lm, layers, reading
 
+
 def some(*names: str) -> list[Any]:
     """Families whose parts others have in the quick tests too."""
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
@@ -110,9 +111,9 @@ def test_cache_is_the_whole_sequence(name):
     bound = m.bind(base, {})
     inputs = tiny.inputs(tokens)
     want = np.asarray(
-        jax.jit(
-            lambda b: m.hidden(b, inputs, dtype=jnp.float32, scan_layers=True, remat=False)
-        )(bound)
+        jax.jit(lambda b: m.hidden(b, inputs, dtype=jnp.float32, scan_layers=True, remat=False))(
+            bound
+        )
     )
     run = jax.jit(lambda b, t, p, c: m.hidden_cached(b, t, p, c, dtype=jnp.float32))
     place = jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
@@ -153,7 +154,7 @@ def test_what_is_compiled_does_not_grow_with_depth():
 
     def size(depth: int) -> int:
         m = tiny.with_lora(tiny.model("gemma3", num_hidden_layers=depth))
-        shapes = [jax.eval_shape(lambda: make(m)) for make in (tiny.adapters, tiny.weights)]
+        shapes = jax.eval_shape(lambda: (tiny.adapters(m), tiny.weights(m)))
         inputs = tiny.inputs(tiny.tokens(1, LENGTH))
 
         def loss(adapters, base):

@@ -206,7 +206,9 @@ def test_bfloat16_keeps_positions_apart():
 def test_the_model_uses_its_configs_frequencies():
     scaling = {"rope_type": "llama3", **LLAMA3}
     config = tiny.model(rope_theta=5e5, rope_scaling=scaling, head_dim=HEAD).config
-    np.testing.assert_allclose(config.kinds[0].rope.inv_freq, formula(5e5, "llama3", LLAMA3), rtol=1e-6)
+    np.testing.assert_allclose(
+        config.kinds[0].rope.inv_freq, formula(5e5, "llama3", LLAMA3), rtol=1e-6
+    )
 
 
 @pytest.mark.reference

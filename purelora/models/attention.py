@@ -34,7 +34,7 @@ class _Saved(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """Settings; `windows` are those that the kinds of layers have, and `window` is the one meant."""
+    """Settings; `windows` are those of the kinds of layers, and `window` is the one meant."""
 
     scale: float
     softcap: float | None

@@ -50,7 +50,7 @@ def kernel(
 
 def norm(cfg: Config, size: int, dtype: str, *, stacked: bool = True) -> trees.Tree:
     """The weight of a norm over `size` elements, the same on every device."""
-    lead = (((cfg.num_hidden_layers,), ("layers",)) if stacked else ((), ()))
+    lead = ((cfg.num_hidden_layers,), ("layers",)) if stacked else ((), ())
     init = "zeros" if cfg.norm_offset else "ones"
     return {"weight": ParamInfo((*lead[0], size), dtype, (*lead[1], None), init)}
 

@@ -20,13 +20,11 @@ from purelora.models.reading import Config
 
 
 class Family(Protocol):
-    """What a family's module has.
+    """What a family's module has."""
 
-    Attributes:
-      ARCHITECTURES: names in a config.json that are of this family.
-    """
-
-    ARCHITECTURES: tuple[str, ...]
+    @property
+    def ARCHITECTURES(self) -> tuple[str, ...]:
+        """Names in a config.json that are of this family."""
 
     def from_hf(self, config: Mapping[str, Any], where: str) -> Config:
         """Reads a config.json; `where` names it in messages.
@@ -134,9 +132,7 @@ def hidden(
 
     x_BTD = _embedded(inputs.tokens_BT, bound, cfg, dtype)
     stack = (bound["layers"], jnp.arange(cfg.num_hidden_layers))
-    x_BTD = layers.run_stack(
-        body, x_BTD, stack, cfg.kind_numbers, scan=scan_layers, remat=remat
-    )
+    x_BTD = layers.run_stack(body, x_BTD, stack, cfg.kind_numbers, scan=scan_layers, remat=remat)
     return blocks.normed(x_BTD, bound["norm"], cfg)
 
 

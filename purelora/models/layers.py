@@ -171,9 +171,7 @@ def _own_rows(
     return jnp.where(is_own, rows, count), is_own
 
 
-def rms_norm(
-    x: jax.Array, module: params.Module, eps: float, *, offset: float = 0.0
-) -> jax.Array:
+def rms_norm(x: jax.Array, module: params.Module, eps: float, *, offset: float = 0.0) -> jax.Array:
     """Root mean square norm in float32 (Zhang and Sennrich 2019), times `offset` + weight."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)

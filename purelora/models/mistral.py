@@ -1,6 +1,6 @@
-"""Mistral 7B, NeMo and Small: Llama's layers with a sliding window (`sliding_window`) in all of them.
+"""Mistral 7B and NeMo: Llama's layers, all of them with a sliding window.
 
-Later files have null there: then all layers see the whole context.
+Later files have null for `sliding_window`: then all layers see the whole context.
 """
 
 from collections.abc import Mapping

@@ -150,7 +150,7 @@ class Reader:
         except errors.ModelError as error:
             self.problems.extend(error.problems)
 
-    def heads(self, *, has_head_dim: bool = False) -> dict[str, int]:
+    def heads(self, *, has_head_dim: bool = False) -> dict[str, Any]:
         """The numbers of heads and their size.
 
         With `has_head_dim` the file must state the size; else it may follow from the others.

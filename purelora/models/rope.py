@@ -63,7 +63,9 @@ def read(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
     return made(scaling, theta, head_dim, where)
 
 
-def read_nested(config: Mapping[str, Any], kind: str, theta: str, head_dim: int, where: str) -> Rope:
+def read_nested(
+    config: Mapping[str, Any], kind: str, theta: str, head_dim: int, where: str
+) -> Rope:
     """The rotation of one kind of layers of a model that has several.
 
     Args:
@@ -101,7 +103,7 @@ def made(scaling: Mapping[str, Any], theta: Any, head_dim: int, where: str) -> R
     if scaling.get("partial_rotary_factor", 1) != 1:
         value = scaling["partial_rotary_factor"]
         raise errors.ModelError(f"{where}: partial_rotary_factor", value, "is not supported", "")
-    fields = {
+    fields: dict[str, Any] = {
         name: _number(scaling.get(name), f"{where}: rope scaling {kind!r}: {name}")
         for name in _FIELDS[kind]
     }

@@ -22,6 +22,8 @@ from purelora import errors
 Patterns = str | tuple[str, ...]
 # A key of `rank_pattern` and `alpha_pattern`: a regex for the end of a name, from a dot on.
 MODULE_PATTERN = r"(.*\.)?({})$"
+# What `target_modules` may be beside a list and a regex: all linear modules, or those of a part.
+TARGET_WORDS = ("all-linear", "attention", "mlp")
 # Values of `init_lora_weights` that take the adapter out of the weight.
 FACTORED_INITS = ("pissa", "olora", "loftq")
 
@@ -662,7 +664,7 @@ def _layer_problems(lora: LoraConfig) -> list[_Found]:
         return []
     if not layers:
         return [(key, layers, "names no layer, so nothing would train", "use None for all layers")]
-    if isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
+    if isinstance(lora.target_modules, str) and lora.target_modules not in TARGET_WORDS:
         what = "does not go with a regex in lora.target_modules"
         return [(key, layers, what, "put the layers into the regex, or list module names")]
     found: list[_Found] = [(key, n, "is not the number of a layer", "") for n in layers if n < 0]

@@ -12,6 +12,7 @@ _SHARED: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,

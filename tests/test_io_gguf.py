@@ -331,10 +331,11 @@ def test_other_architectures_are_read(tmp_path, arch, changes):
 
 @pytest.mark.reference
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
-def test_transformers_reads_the_same_of_other_architectures(tmp_path, arch):
+@pytest.mark.parametrize(("arch", "changes"), [("qwen2", {}), ("qwen3", {"head_dim": 128})])
+def test_transformers_reads_the_same_of_other_architectures(tmp_path, arch, changes):
+    """It takes the heads of every Qwen3 for those of 128."""
     transformers = pytest.importorskip("transformers")
-    write_arch(tmp_path / "a.gguf", arch)
+    write_arch(tmp_path / "a.gguf", arch, **changes)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), gguf_file="a.gguf", dtype="float32"
     )

@@ -70,12 +70,13 @@ def ids(case: Case) -> str:
 
 
 @functools.cache
-def plain_gradients(is_lora: bool, kv_heads: int):
+def plain_gradients(is_lora: bool, kv_heads: int, family: str, depth: int):
     """`(trainable, base, batch) -> (loss, gradient)` sums of the independent model."""
 
     def loss_sum(trainable, base, batch: step.Batch) -> jax.Array:
         weights = plain.merged(base, trainable, SCALING) if is_lora else trees.flatten(trainable)
-        config = tiny.hf_config(**Case(kv_heads=kv_heads).heads)
+        heads = Case(kv_heads=kv_heads).heads
+        config = tiny.hf_config(family, num_hidden_layers=depth, **heads)
         return plain.loss_sum(weights, batch.tokens, batch.targets, batch.weights, config)
 
     return jax.jit(jax.value_and_grad(loss_sum))
@@ -85,9 +86,8 @@ def expected(case: Case, batch: step.Batch):
     """Loss sum and mean gradient of a flat batch."""
     trainer = tiny.trainer(case)
     base = plain.dequantised(jax.device_get(trainer.base))
-    loss, grads = plain_gradients(case.lora, case.kv_heads)(
-        jax.device_get(trainer.trainable), base, batch
-    )
+    gradients = plain_gradients(case.lora, case.kv_heads, case.family, case.layers)
+    loss, grads = gradients(jax.device_get(trainer.trainable), base, batch)
     return loss, jax.tree.map(lambda g: g / np.float32(batch.weights.sum()), grads)
 
 

@@ -158,6 +158,31 @@ def test_what_is_compiled_does_not_grow_with_depth():
     assert size(5) == size(17)
 
 
+PROJECTIONS = tuple(f"self_attn.{n}_proj.weight" for n in "qkvo")
+LLAMA = (*PROJECTIONS, *(f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
+         "input_layernorm.weight", "post_attention_layernorm.weight")  # fmt: skip
+QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+AROUND = ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
+LAYER = {
+    "mistral": LLAMA,
+    "qwen2": (*LLAMA, *(f"self_attn.{n}_proj.bias" for n in "qkv")),
+    "qwen3": (*LLAMA, *QK_NORMS),
+    "gemma2": (*LLAMA, *AROUND),
+    "gemma3": (*LLAMA, *AROUND, *QK_NORMS),
+}
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_names_in_files(name):
+    m = tiny.model(name)
+    found = {n for names in m.hf_names.values() for n in names}
+    depth = m.config.num_hidden_layers
+    wanted = {f"model.layers.{i}.{leaf}" for i in range(depth) for leaf in LAYER[name]}
+    head = set() if m.is_tied else {"lm_head.weight"}
+    assert found == wanted | head | {"model.embed_tokens.weight", "model.norm.weight"}
+    assert m.is_tied == (name != "mistral")
+
+
 # ---- fields ------------------------------------------------------------------------------------
 
 ONE, ALL = reading.SLIDING, reading.FULL

@@ -209,3 +209,30 @@ def test_peft_loads_ours(made, tmp_path):
     tokens = tiny.tokens(1, LENGTH)
     got = jax.jit(lambda i: m.logits(adapters, made.base, i))(tiny.inputs(tokens))
     np.testing.assert_allclose(got, their_logits(theirs, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": ["embed_tokens", "v_proj"]},
+     {"target_modules": ["v_proj"], "trainable_token_indices": [5, 2]}],
+    ids=["adapters", "rows"],
+)  # fmt: skip
+@pytest.mark.parametrize("made", ["gemma3"], indirect=True)
+def test_what_is_trained_of_a_scaled_embedding(made, settings, tmp_path):
+    """The scale is that of the whole embedding, with what an adapter adds."""
+    again = type(made.theirs).from_pretrained(str(made.folder), attn_implementation="eager")
+    config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **settings)
+    theirs = peft.get_peft_model(again, config)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
+    theirs.save_pretrained(str(tmp_path / "adapter"))
+    adapter = artefact.open_adapter(str(tmp_path / "adapter"))
+    attached = artefact.attach(adapter, made.model, base_fingerprint=None)
+    tokens = tiny.tokens(2, LENGTH)
+    tokens[:, 3], tokens[:, 7] = 5, 2
+    run = jax.jit(lambda t, i: attached.model.logits(t, made.base, i))
+    got = run(attached.trainable, tiny.inputs(tokens))
+    np.testing.assert_allclose(got, their_logits(theirs, tokens), rtol=0, atol=1e-4)

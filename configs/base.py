@@ -18,7 +18,7 @@ def either(value: object) -> config_dict.FieldReference:
     return config_dict.FieldReference(value, field_type=object)
 
 
-def table(value: dict[str, float]) -> config_dict.FieldReference:
+def table(value: dict[str, object]) -> config_dict.FieldReference:
     """A key that takes a dict; the names in it may have dots."""
     return config_dict.FieldReference(value, field_type=dict)
 
@@ -130,6 +130,8 @@ def get_config() -> config_dict.ConfigDict:
     c.data.too_long = "drop"
     # A Jinja file to use instead of the model's own chat template.
     c.data.chat_template = optional(None, str)
+    # Further variables of the template, such as {"enable_thinking": False} for Qwen3's.
+    c.data.chat_template_kwargs = table({})
     # The date that a template which prints today's date is given, so that runs repeat.
     c.data.template_date = "2026-01-01"
     # A template that renders a conversation's beginning differently once it goes on: "raise" an

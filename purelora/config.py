@@ -69,6 +69,7 @@ class DataConfig:
     packing: bool
     too_long: Literal["drop", "truncate", "raise"]
     chat_template: str | None
+    chat_template_kwargs: Mapping[str, bool | int | str]
     template_date: str
     unnested_template: Literal["raise", "last_turn"]
 
@@ -302,8 +303,9 @@ def describe(annotation: Any) -> str:
         kind = typing.get_args(annotation)[0]
         return "a list of whole numbers" if kind is int else "a list of strings"
     if origin is collections.abc.Mapping:
-        values = {int: "whole numbers", float: "numbers", str: "strings"}[_value(annotation)]
-        return f"a dict from names to {values}"
+        named = {int: "whole numbers", float: "numbers", str: "strings", bool: "True or False"}
+        kinds = typing.get_args(_value(annotation)) or (_value(annotation),)
+        return f"a dict from names to {', '.join(named[kind] for kind in kinds)}"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
     return names.get(annotation, "None")
 
@@ -437,6 +439,7 @@ def _ranges(c: Config) -> list[_Found]:
     if not c.model.path:
         found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
     found += _skip_problems(c.quant.skip) + _date_problem(c.data.template_date)
+    found += template_problems("data.chat_template_kwargs", c.data.chat_template_kwargs)
     return found + _fractions(c) + _optim_ranges(c.optim)
 
 
@@ -448,6 +451,16 @@ def _skip_problems(skip: Sequence[str]) -> list[_Found]:
         except re.error as error:
             found.append(("quant.skip", pattern, f"is not a regular expression: {error}", ""))
     return found
+
+
+# What every chat template is given.
+_TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def template_problems(where: str, options: Mapping[str, object]) -> list[tuple[str, Any, str, str]]:
+    """(key, value, what is wrong, remedy) of options of a chat template that are no options."""
+    what = "is what the template is given for each conversation"
+    return [(where, name, what, "leave it out") for name in options if name in _TEMPLATE_VARIABLES]
 
 
 def _date_problem(date: str) -> list[_Found]:

@@ -12,6 +12,7 @@
 --prompt=TEXT           a user's turn; may be given several times
 --prompts-file=FILE     .txt, a prompt a line; or .jsonl with `prompt` or `messages`
 --system=TEXT           a system prompt
+--chat-template-kwargs=DICT   further variables of the chat template: {"enable_thinking": False}
 --raw                   prompts as they are, without the chat template
 --max-new-tokens=N      the largest number of tokens of an answer (256)
 --temperature=T         0 takes the most probable token (the default)
@@ -336,9 +337,13 @@ class Options(speaker.ModelOptions):
         if not self.prompt and self.prompts_file is None:
             remedy = "give --prompt=TEXT, or --prompts-file=FILE"
             yield errors.Problem("--prompt", None, "is missing", remedy)
-        if self.raw and self.system is not None:
-            what = "is part of a chat template, which --raw leaves out"
-            yield errors.Problem("--system", self.system, what, "leave one of them out")
+        for name, given in (
+            ("--system", self.system),
+            ("--chat-template-kwargs", self.chat_template_kwargs or None),
+        ):
+            if self.raw and given is not None:
+                what = "is part of a chat template, which --raw leaves out"
+                yield errors.Problem(name, given, what, "leave one of them out")
         if self.output is not None and not self.output.endswith((".jsonl", ".txt")):
             what = "is neither a .jsonl nor a .txt file"
             yield errors.Problem("--output", self.output, what, "give one of these endings")

@@ -30,6 +30,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": _SHARED | {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
         "sliding_window": 5,
         "head_dim": 16,
         "tie_word_embeddings": False,
@@ -57,6 +59,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": _SHARED | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
         "rope_theta": 1e6,
         "head_dim": 16,
         "attention_bias": False,

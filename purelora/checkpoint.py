@@ -41,7 +41,7 @@ from purelora import checkpoint_items as items
 from purelora import tree as trees
 
 # Of a step's files and of what its meta holds. A version that reads others has another number.
-FORMAT = 1
+FORMAT = 2
 # What a step may hold beside `state` and `meta`.
 EXTRAS = ("base", "initial")
 

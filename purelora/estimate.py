@@ -38,9 +38,10 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _MOST_DEVICES = 4096
 _MOST_ROWS = 4096
 _TILES = (None, 128, 64, 32)
+_REMATS = ("none", "full")
 _NOTE = (
-    "the buffers are those of XLA's CPU compiler; a GPU's or TPU's fuses and schedules otherwise, "
-    "so temporary bytes differ there (arguments and collectives do not)"
+    "the buffers are those of XLA's CPU compiler, which also gathers bfloat16 weights as float32; "
+    "a GPU's or TPU's fuses and schedules otherwise, so temporary bytes differ there"
 )
 
 
@@ -68,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[Options, config.Config]:
     """Both kinds of arguments; what is wrong with them comes in one error."""
-    own, theirs, rest = [], [], list(argv)
+    own: list[str] = []
+    theirs: list[str] = []
+    rest = list(argv)
     while rest:
         argument = rest.pop(0)
         is_key = argument.split("=")[0] == "--config" or argument.startswith("--config.")
@@ -183,11 +186,15 @@ def _describe_run(plan: plans.Plan) -> Iterator[str]:
     yield f"model: {c.model.path}: {total:,} parameters, {trained:,} trained"
     yield plan.describe_targets()
     axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
-    rows = c.micro_batch_size // specs.row_ways(plan.mesh)
+    rows = _rows(c.micro_batch_size // specs.row_ways(plan.mesh))
     yield (
-        f"mesh: {axes}; remat {c.remat}; {rows} row{'s' if rows > 1 else ''} of {c.max_length:,} "
-        f"tokens a device, accum_steps {c.accum_steps}: {_tokens(c):,} tokens a step"
+        f"mesh: {axes}; remat {c.remat}; {rows} of {c.max_length:,} tokens a device, "
+        f"accum_steps {c.accum_steps}: {_tokens(c):,} tokens a step"
     )
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' if count > 1 else ''}"
 
 
 def _tokens(settings: config.Config) -> int:
@@ -196,7 +203,9 @@ def _tokens(settings: config.Config) -> int:
 
 def _describe_bytes(plan: plans.Plan, needs: footprint.Footprint) -> Iterator[str]:
     if needs.method == "compiled":
-        how = f"compiled for {plan.mesh.size} virtual CPU devices in {needs.secs:.1f} s"
+        count = plan.mesh.size
+        devices = f"{count} virtual CPU device{'s' if count > 1 else ''}"
+        how = f"compiled for {devices} in {needs.secs:.1f} s"
     else:
         depths = " and ".join(map(str, footprint.DEPTHS))
         how = f"formula, from steps of {depths} layers compiled in {needs.secs:.1f} s"
@@ -236,7 +245,7 @@ def _describe_traffic(needs: footprint.Footprint) -> Iterator[str]:
 def traffic_row(row: hlo.Traffic) -> str:
     """One line of the table of collectives; bytes are what one device receives."""
     return (
-        f"  {row.kind:<22}{' '.join(row.dtypes):<10}{row.ways:>6}{row.count:>8,}"
+        f"  {row.kind:<22}{' '.join(row.dtypes):<10}{row.ways:>6}{row.runs:>8,}"
         f"{row.received_bytes / 1e6:>14,.1f}"
     )
 
@@ -252,39 +261,47 @@ def _describe_flops(plan: plans.Plan) -> Iterator[str]:
 def _describe_fits(
     plan: plans.Plan, hf_config: Mapping[str, Any], memory_gb: float
 ) -> Iterator[str]:
-    c, ways = plan.config, specs.row_ways(plan.mesh)
-    devices = list(plan.mesh.devices.flat)
+    c = plan.config
     scanned = "" if c.scan_layers else ", with scan_layers=True"
     yield f"\nwhat fits in {memory_gb:g} GB a device{scanned}"
-    nearest = []
-    for remat in ("none", "full"):
-
-        def peak_of(rows: int, remat: str = remat) -> int:
-            batch_size = rows * ways * c.accum_steps
-            tried = dataclasses.replace(c, batch_size=batch_size, remat=remat, scan_layers=True)
-            return footprint.compiled(
-                plans.make(tried, hf_config, c.model.path, devices)
-            ).peak_bytes
-
-        fit = footprint.most_rows(peak_of, int(memory_gb * 1e9), _MOST_ROWS)
-        nearest.append((fit.peak_bytes, remat))
+    fits = []
+    for remat in _REMATS:
+        fit = _most_rows(plan, hf_config, remat, memory_gb)
+        fits.append((fit.peak_bytes, remat, fit.rows))
+        size = f"{fit.peak_bytes / 1e9:.4g} GB"
         if fit.rows == 0:
-            yield f"  remat={remat}: not one row a device, which needs {fit.peak_bytes / 1e9:.2f} GB"
+            yield f"  remat={remat}: not one row a device, which needs {size}"
             continue
-        batch_size = fit.rows * ways * c.accum_steps
-        more = "or more " if fit.rows == _MOST_ROWS else ""
+        batch_size = fit.rows * specs.row_ways(plan.mesh) * c.accum_steps
+        more = " or more" if fit.rows == _MOST_ROWS else ""
         yield (
-            f"  remat={remat}: {fit.rows:,} {more}rows a device, batch_size={batch_size:,}, "
-            f"{batch_size * c.max_length:,} tokens a step, {fit.peak_bytes / 1e9:.2f} GB"
+            f"  remat={remat}: {_rows(fit.rows)}{more} a device, batch_size={batch_size:,}, "
+            f"{batch_size * c.max_length:,} tokens a step, {size}"
         )
-    if min(nearest)[0] > memory_gb * 1e9:
-        peak, remat = min(nearest)
+    peak, remat, _ = min(fits)
+    if not any(rows for _, _, rows in fits):
         yield (
             f"  nothing fits; the nearest is remat={remat} with one row a device, "
-            f"{peak / 1e9:.2f} GB: use more devices along mesh.fsdp or mesh.tensor, a smaller "
+            f"{peak / 1e9:.4g} GB: use more devices along mesh.fsdp or mesh.tensor, a smaller "
             "max_length or loss_chunk_tokens, or quant.qtype=nf4"
         )
     yield from _describe_tiles(plan, hf_config)
+
+
+def _most_rows(
+    plan: plans.Plan, hf_config: Mapping[str, Any], remat: Any, memory_gb: float
+) -> footprint.Fit:
+    """The most rows of a device and micro-batch that fit."""
+    c = dataclasses.replace(plan.config, remat=remat, scan_layers=True)
+    devices = list(plan.mesh.devices.flat)
+
+    def peak_of(rows: int) -> int:
+        batch_size = rows * specs.row_ways(plan.mesh) * c.accum_steps
+        tried = dataclasses.replace(c, batch_size=batch_size)
+        made = plans.make(tried, hf_config, c.model.path, devices)
+        return footprint.compiled(made).peak_bytes
+
+    return footprint.most_rows(peak_of, int(memory_gb * 1e9), _MOST_ROWS)
 
 
 def _describe_tiles(plan: plans.Plan, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -300,7 +317,7 @@ def _describe_tiles(plan: plans.Plan, hf_config: Mapping[str, Any]) -> Iterator[
         except errors.ConfigError:
             continue
         base = footprint.base_bytes(other)
-        sizes.append(f"{tile} {base / 1e9:.3f}{' (now)' if tile == c.quant.tile_size else ''}")
+        sizes.append(f"{tile} {base / 1e9:.4g}{' (now)' if tile == c.quant.tile_size else ''}")
     yield f"  GB of the base on each device by quant.tile_size: {', '.join(sizes)}"
 
 

@@ -105,12 +105,8 @@ class Footprint:
 
 def compiled(plan: plans.Plan) -> Footprint:
     """Compiles the plan's step and reads what it needs; allocates none of its arrays."""
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    layout = assembly.layout_of(plan, tx)
-    arguments = abstract_arguments(plan, layout, tx)
-    step = assembly.train_step(plan, layout, tx, schedule_steps=1)
     start = time.perf_counter()
-    executable = step.lower(*arguments).compile()
+    arguments, executable = _compile(plan)
     secs = time.perf_counter() - start
     analysis = executable.memory_analysis()
     program = hlo.Program.of(executable.as_text())
@@ -124,6 +120,20 @@ def compiled(plan: plans.Plan) -> Footprint:
         unknown_loops=program.unknown_loops,
         secs=secs,
     )
+
+
+def program_of(plan: plans.Plan) -> hlo.Program:
+    """The plan's compiled step as text, read."""
+    return hlo.Program.of(_compile(plan)[1].as_text())
+
+
+def _compile(plan: plans.Plan) -> tuple[Arguments, Any]:
+    """The step's abstract arguments, and the step compiled for them."""
+    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
+    layout = assembly.layout_of(plan, tx)
+    arguments = abstract_arguments(plan, layout, tx)
+    step = assembly.train_step(plan, layout, tx, schedule_steps=1)
+    return arguments, step.lower(*arguments).compile()
 
 
 def formula(
@@ -160,7 +170,7 @@ def formula(
     def extended(a: int, b: int) -> int:
         return round(a + (b - a) * ahead)
 
-    parts = counted(plan, _arguments(plan))
+    parts = counted(plan, arguments_of(plan))
     rest = [f.temp_bytes - f.parts.activations for f in (few, more)]
     return Footprint(
         method="formula",
@@ -181,10 +191,10 @@ def _extended_traffic(
     found = []
     for t in more:
         key = (t.kind, t.dtypes, t.ways)
-        old = before.get(key, t._replace(count=0, received_bytes=0))
-        count = extended(old.count, t.count)
-        found.append(t._replace(count=count, received_bytes=extended(old[-1], t[-1])))
-    return found
+        old = before.get(key, t._replace(runs=0, received_bytes=0))
+        size = extended(old.received_bytes, t.received_bytes)
+        found.append(t._replace(runs=extended(old.runs, t.runs), received_bytes=size))
+    return sorted(found, key=lambda row: -row.received_bytes)
 
 
 def abstract_arguments(
@@ -207,7 +217,7 @@ def abstract_arguments(
     )
 
 
-def _arguments(plan: plans.Plan) -> Arguments:
+def arguments_of(plan: plans.Plan) -> Arguments:
     tx = optim.transformation(plan.config.optim, plan.trainable_infos)
     return abstract_arguments(plan, assembly.layout_of(plan, tx), tx)
 
@@ -313,11 +323,10 @@ def _gathered(plan: plans.Plan) -> tuple[int, int]:
     weights |= {path: pairs for path, pairs in trained.items() if not lora.is_adapter(path)}
     for pairs in weights.values():
         ways = [_ways(plan, spec, gathered=True) for _, spec in pairs]
-        if max(ways) == 1:
-            continue
         whole = sum(
             plans.device_bytes(leaf, spec, plan.mesh) * n
             for (leaf, spec), n in zip(pairs, ways, strict=True)
+            if n > 1
         )
         if pairs[0][0].is_stacked:
             layer += whole // pairs[0][0].shape[0]
@@ -366,14 +375,15 @@ def most_rows(peak_of: Callable[[int], int], limit_bytes: int, most: int) -> Fit
     `peak_of` never falls. It costs a compilation and is nearly straight, so the next number to try
     is where the line through two known points meets the limit.
     """
-    low, high, guess = (1, peak_of(1)), None, 4
+    low, high, guess = (1, peak_of(1)), None, min(4, most)
     if low[1] > limit_bytes:
         return Fit(0, low[1])
     while low[0] < guess <= most:
         tried = (guess, peak_of(guess))
-        slope = max(1.0, (tried[1] - low[1]) / (tried[0] - low[0]))
+        slope = (tried[1] - low[1]) / (tried[0] - low[0])
         low, high = (tried, high) if tried[1] <= limit_bytes else (low, guess)
-        guess = min(low[0] + int((limit_bytes - low[1]) / slope), most if high is None else high - 1)
+        top = most if high is None else high - 1
+        guess = min(top, low[0] + int((limit_bytes - low[1]) / slope) if slope > 0 else 8 * low[0])
         if high is not None and high - low[0] > max(2, low[0]):
             guess = max(guess, (low[0] + high) // 2)  # The line was no guide.
     return Fit(*low)

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -25,6 +25,9 @@ _CALLED = re.compile(
     r"\b(condition|body|to_apply|calls|called_computations|branch_computations"
     r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
 )
+# XLA's CPU compiler adds 16-bit numbers in all-reduces as 32-bit ones, and names the sum so.
+_PROMOTED = re.compile(r"\bto_apply=\S*_promoted\b")
+_NARROW = {"f32": "bf16", "s32": "s16", "u32": "u16"}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _GROUPS = re.compile(
     r"\breplica_groups=(?:(?P<mesh>mesh\[(?P<sizes>[^\]]*)\][^{]*\{(?P<axes>[^}]*)\})"
@@ -93,16 +96,17 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of `COLLECTIVES`.
-      arrays: its results on a device: several where the compiler has combined several.
+      arrays: its results on a device: several where the compiler has combined several. A bfloat16
+        sum that XLA's CPU compiler has widened to float32 is given as the bfloat16 that it is.
       ways: how many devices take part in one group of it.
-      count: how often it runs.
+      runs: how often it runs.
       in_loop: whether it stands inside a loop.
     """
 
     kind: str
     arrays: tuple[Array, ...]
     ways: int
-    count: int
+    runs: int
     in_loop: bool
 
     @property
@@ -132,14 +136,14 @@ class Traffic(NamedTuple):
       kind: one of `COLLECTIVES`.
       dtypes: HLO's names of the element types.
       ways: how many devices take part in one group.
-      count: how many run; several combined into one count once.
+      runs: how many run; several combined into one count once.
       received_bytes: what a device receives in all of them.
     """
 
     kind: str
     dtypes: tuple[str, ...]
     ways: int
-    count: int
+    runs: int
     received_bytes: int
 
 
@@ -224,7 +228,7 @@ class Program:
         return [
             Collective(
                 instruction.kind,
-                instruction.result,
+                _reduced(instruction),
                 group_size(instruction.line, self.devices),
                 self.runs[name],
                 name in self.looped,
@@ -236,19 +240,21 @@ class Program:
 
     def traffic(self) -> list[Traffic]:
         """The collectives that move anything, by kind, those that move most first."""
-        found: dict[tuple[Any, ...], tuple[int, int]] = {}
+        found: dict[tuple[str, tuple[str, ...], int], tuple[int, int]] = {}
         for c in self.collectives():
             key = (c.kind, c.dtypes, c.ways)
-            count, size = found.get(key, (0, 0))
-            found[key] = (count + c.count, size + c.count * c.received_bytes)
-        rows = [Traffic(*key, *sums) for key, sums in found.items() if sums[1]]
+            runs, size = found.get(key, (0, 0))
+            found[key] = (runs + c.runs, size + c.runs * c.received_bytes)
+        rows = [Traffic(*key, runs, size) for key, (runs, size) in found.items() if size]
         return sorted(rows, key=lambda row: -row.received_bytes)
 
     @functools.cached_property
     def devices(self) -> int:
         """How many devices run the program together."""
         header = self.text[: self.text.find("\n")]
-        return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header))
+        return math.prod(
+            int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+        )
 
     @functools.cached_property
     def _callers_first(self) -> list[str]:
@@ -286,6 +292,13 @@ def _arrived(opcode: str, result: tuple[Array, ...]) -> tuple[Array, ...]:
     if opcode == "all-gather":
         return result[len(result) // 2 :]
     return result[1:2] if opcode == "collective-permute" else result
+
+
+def _reduced(instruction: Instruction) -> tuple[Array, ...]:
+    """The results of a collective in the dtypes that it had before they were widened."""
+    if not _PROMOTED.search(instruction.line):
+        return instruction.result
+    return tuple(a._replace(dtype=_NARROW.get(a.dtype, a.dtype)) for a in instruction.result)
 
 
 def _times(instruction: Instruction, role: str) -> int:

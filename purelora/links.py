@@ -143,21 +143,24 @@ class _Hub:
                 message = json.loads(line)
                 if message == _BYE:
                     return
-                self._end_all(message["text"], message["status"], wait=False)
+                # In a thread of its own: it waits for this one to see the process end.
+                told = (message["text"], message["status"])
+                threading.Thread(target=self._end_all, args=told, daemon=True).start()
         except (OSError, ValueError):
             pass  # As if it had been closed.
         self._ended[index].set()
         if not self._is_over.is_set():
-            self._end_all(_lost(f"process {index} of {self._count}"), LOST_STATUS, wait=False)
+            self._end_all(_lost(f"process {index} of {self._count}"), LOST_STATUS)
 
     def fail(self, text: str, status: int) -> NoReturn:
         """See `Link`."""
-        self._end_all(text, status, wait=True)
-        raise SystemExit(status)
+        self._end_all(text, status)
+        threading.Event().wait()  # Another thread ends this process.
+        raise AssertionError
 
-    def _end_all(self, text: str, status: int, *, wait: bool) -> None:
+    def _end_all(self, text: str, status: int) -> None:
         """Prints `text` and ends all processes, this one last; the first call counts."""
-        if not self._first.acquire(blocking=wait, timeout=_END_SECS if wait else -1):
+        if not self._first.acquire(blocking=False):
             return
         self._is_over.set()
         print(f"\n{text}", file=sys.stderr, flush=True)

@@ -298,11 +298,11 @@ def _unfinish(path: Path, meta: str | None) -> None:
 @pytest.mark.parametrize(
     ("meta", "is_foreign"),
     [
-        ('{"format": 1, "config": {}}', False),
+        (f'{{"format": {checkpoint.FORMAT}, "config": {{}}}}', False),
         ("", False),  # What a failure of the machine can leave.
         ("\0" * 40, False),
         ('{"config": {}}', True),
-        ('{"format": 2, "config": {}}', True),
+        ('{"format": 1, "config": {}}', True),
         ("[1]", True),
         (None, True),
     ],

@@ -4,10 +4,8 @@ Codes are gathered, never floats; no gathered weight is kept for the backward pa
 gradients are reduced once, outside every loop; the base is neither returned nor donated.
 """
 
-import dataclasses
 import functools
 import re
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 from tiny import Case
 
-from purelora import specs
+from purelora import hlo, specs
 from purelora import tree as trees
 
 FSDP = Case("int8", fsdp=8, accum=2)
@@ -28,7 +26,6 @@ NF4 = Case("nf4", data=2, fsdp=4, accum=2)
 FP8 = Case("fp8", fsdp=4, accum=2, dtype="bfloat16")
 CASES = (FSDP, FSDP_REMAT, SHARDED, OTHER_SIZES, INT4, NF4, FP8)
 KERNELS = {(32, 32), (32, 16), (32, 48), (48, 32)}  # [in, out] of the gathered base kernels.
-_ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,71 +34,12 @@ def _quick_compiles():
         yield
 
 
-def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """All `f32[3,4]` in a text, as (dtype, shape)."""
-    return [
-        (dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(text)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """HLO text as computations: their instructions by name, and those that loops run."""
-
-    text: str
-    computations: dict[str, list[str]]
-
-    @classmethod
-    def of(cls, text: str) -> "Program":
-        computations: dict[str, list[str]] = {}
-        for line in text.splitlines():
-            header = re.match(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
-            if header:
-                current = computations.setdefault(header[1], [])
-            elif re.match(r"^\s+(ROOT )?%?[\w.-]+ = ", line):
-                current.append(line.strip())
-        return cls(text, computations)
-
-    def called(self, line: str) -> set[str]:
-        return {n for n in re.findall(r"[\w.-]+", line) if n in self.computations}
-
-    @functools.cached_property
-    def looped(self) -> set[str]:
-        """Names of all computations that a while loop runs, directly or through calls."""
-        pending = [
-            name
-            for lines in self.computations.values()
-            for line in lines
-            if re.search(r"\bwhile\(", line)
-            for name in self.called(line.partition("while(")[2])
-        ]
-        found: set[str] = set()
-        while pending:
-            name = pending.pop()
-            if name not in found:
-                found.add(name)
-                pending += [c for line in self.computations[name] for c in self.called(line)]
-        return found
-
-    def ops(self, kind: str, *, looped: bool) -> Iterator[tuple[str, str]]:
-        """(result type, whole line) of the instructions of a kind, inside or outside of loops."""
-        for name, lines in self.computations.items():
-            if (name in self.looped) == looped:
-                for line in lines:
-                    match = re.match(rf"^(?:ROOT )?\S+ = (.*?) {kind}(?:-start)?\(", line)
-                    if match:
-                        yield match[1], line
-
-    def reduced(self, kind: str, *, looped: bool) -> list[tuple[str, tuple[int, ...]]]:
-        return [a for result, _ in self.ops(kind, looped=looped) for a in arrays(result)]
-
-
 @functools.cache
-def compiled(case: Case) -> Program:
+def compiled(case: Case) -> hlo.Program:
     trainer = tiny.trainer(case)
     rows = tiny.micro_batches(tiny.flat_batch(), case.accum)
     lowered = trainer.step.lower(trainer.new_state(), trainer.base, rows)
-    return Program.of(lowered.compile().as_text())
+    return hlo.Program.of(lowered.compile().as_text())
 
 
 def ids(case: Case) -> str:
@@ -132,20 +70,20 @@ def test_the_reader_finds_reductions_in_loops():
 
     rows = P(None, None, specs.BATCH_AXES)
     step = jax.jit(specs.shard_step(local, tiny.mesh(2, 4), in_specs=rows, out_specs=P()))
-    program = Program.of(step.lower(jnp.ones((3, 5, 8, 7))).compile().as_text())
-    assert len(program.reduced("all-reduce", looped=True)) == 1
-    assert len(program.reduced("all-reduce", looped=False)) == 1
+    program = hlo.Program.of(step.lower(jnp.ones((3, 5, 8, 7))).compile().as_text())
+    assert len(program.results("all-reduce", looped=True)) == 1
+    assert len(program.results("all-reduce", looped=False)) == 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_codes_are_gathered_never_floats(case):
-    gathered = compiled(case).reduced("all-gather", looped=True)
+    gathered = compiled(case).results("all-gather", looped=True)
     codes, _ = stored(case)
     assert {shape for dtype, shape in gathered if dtype == codes} >= kernels(case)
     scales = {(1, 32), (32, 1)}  # Of the matrices whose output dimension is sharded.
     assert {shape for dtype, shape in gathered if dtype != codes} <= scales
     # Once a step: the adapters, if sharded, and what a compiler moves out of the micro-batch loop.
-    once = compiled(case).reduced("all-gather", looped=False)
+    once = compiled(case).results("all-gather", looped=False)
     adapters = {(case.layers, *shape) for shape in ((32, 4), (4, 32))} if case.sharded else set()
     assert {shape for dtype, shape in once if dtype != codes} == adapters
 
@@ -153,7 +91,7 @@ def test_codes_are_gathered_never_floats(case):
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_weights_are_gathered_again_in_the_backward_pass(case):
     """Each kernel once forward and once backward, and with remat once more or not at all."""
-    gathered = compiled(case).reduced("all-gather", looped=True)
+    gathered = compiled(case).results("all-gather", looped=True)
     codes = [a for a in gathered if a[0] == stored(case)[0] and a[1] in kernels(case)]
     assert len(codes) >= 2 * 7
 
@@ -162,28 +100,28 @@ def test_weights_are_gathered_again_in_the_backward_pass(case):
 def test_the_gathered_base_is_never_stacked(case):
     """Kept for the backward pass, a gathered kernel would be a buffer [L, in, out]."""
     stacked = {(case.layers, *kernel) for kernel in KERNELS | kernels(case)}
-    found = {(dtype, shape) for dtype, shape in arrays(compiled(case).text) if shape in stacked}
+    found = {(dtype, shape) for dtype, shape in hlo.arrays(compiled(case).text) if shape in stacked}
     assert not found
     codes, each = stored(case)
     shards = {
         (codes, (case.layers, 32 // each // case.fsdp, 48)),
         (codes, (case.layers, 48 // each, 32 // case.fsdp)),
     }
-    assert shards <= set(arrays(compiled(case).text))
+    assert shards <= set(hlo.arrays(compiled(case).text))
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_adapter_gradients_are_reduced_once_outside_every_loop(case):
     program = compiled(case)
     for kind in ("all-reduce", "reduce-scatter"):
-        assert program.reduced(kind, looped=True) == []
+        assert program.results(kind, looped=True) == []
     leaves = jax.tree.leaves(tiny.trainer(case).trainable)
     sharded = [a for a in leaves if not a.sharding.is_fully_replicated]
     assert len(sharded) == (7 if case.sharded else 0)
     # A sharded leaf is scattered over fsdp and summed over data; the scalars are sums and norms.
-    summed = [a for a in program.reduced("all-reduce", looped=False) if a[1]]
+    summed = [a for a in program.results("all-reduce", looped=False) if a[1]]
     assert len(summed) == len(leaves)
-    assert len(program.reduced("reduce-scatter", looped=False)) == len(sharded)
+    assert len(program.results("reduce-scatter", looped=False)) == len(sharded)
     if not case.sharded:
         assert {shape for _, shape in summed} == {a.shape for a in leaves}
 
@@ -191,8 +129,8 @@ def test_adapter_gradients_are_reduced_once_outside_every_loop(case):
 def test_reductions_do_not_grow_with_layers_or_micro_batches():
     def count(case: Case) -> tuple[int, int]:
         program = compiled(case)
-        ops = len(list(program.ops("all-reduce", looped=False)))
-        return ops, len(program.reduced("all-reduce", looped=False))
+        ops = len(list(program.instructions("all-reduce", looped=False)))
+        return ops, len(program.results("all-reduce", looped=False))
 
     assert FSDP.layers != OTHER_SIZES.layers and FSDP.accum != OTHER_SIZES.accum
     assert count(FSDP) == count(OTHER_SIZES)
@@ -206,7 +144,7 @@ def test_base_is_neither_returned_nor_donated(case):
     states = len(jax.tree.leaves(trainer.new_state()))
     aliased = [int(n) for n in re.findall(r"\{\d*\}: \((\d+),", header)]
     assert aliased == list(range(states))
-    outputs = arrays(header.partition("->")[2])
+    outputs = hlo.arrays(header.partition("->")[2])
     assert len(outputs) == states + len(("loss", "weight", "grad_norm", "rate", "applied"))
     assert stored(case)[0] not in {dtype for dtype, _ in outputs}
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(trainer.base))

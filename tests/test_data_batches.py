@@ -190,3 +190,18 @@ def test_targets_of_a_chat_survive_packing(name):
     assert batch.segment_ids.max() == 3
     want = one.tokens[one.supervised].tolist() * 3
     assert batch.targets[batch.weights == 1].tolist() == want
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("own", [[0], [1, 3], [2, 3, 4, 5]])
+def test_own_rows_are_those_of_the_whole_batch(pack, own):
+    """Also of the last batch of an epoch, which is short of rows."""
+    some = make(numbered([5, 9, 3, 16, 2] * 5), pack=pack, batch_size=12, accum_steps=2)
+    assert some.shape == (2, 6, 16)
+    for index in range(some.steps_per_epoch + 1):
+        whole = some.batch(index)
+        for name, part, array in zip(
+            step.Batch._fields, some.batch(index, own), whole, strict=True
+        ):
+            np.testing.assert_array_equal(part, array[:, own], err_msg=name)
+        assert some.token_count(index) == (whole.segment_ids > 0).sum()

@@ -60,8 +60,8 @@ backend_config={"known_trip_count":{"n":"3"}}
   %out = f32[4]{0} get-tuple-element(%loop), index=1
   %both = (f32[4]{0}, /*index=1*/bf16[2,3]{1,0}) all-reduce(%out, %b), channel_id=3, \
 replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}, to_apply=%add
-  %part = f32[2]{0} reduce-scatter(%out), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, \
-to_apply=%add
+  %part = f32[2]{0} reduce-scatter(%out), replica_groups={{0,1,2,3},{4,5,6,7}}, \
+dimensions={0}, to_apply=%add
   %begun = (s8[2]{0}, s8[8]{0}) all-gather-start(%c), replica_groups=mesh['data'=2,'fsdp'=4] \
 {'fsdp'}, dimensions={0}
   %ended = s8[8]{0} all-gather-done(%begun)
@@ -99,11 +99,12 @@ def test_trip_counts_multiply_through_loops_and_calls():
 def test_collectives_with_their_groups_and_bytes():
     f32 = hlo.Array("f32", (4,))
     found = {c.kind + ("*" if c.in_loop else ""): c for c in program().collectives()}
+    assert len(found) == len(program().collectives())
     assert found == {
         "all-gather*": hlo.Collective("all-gather", (hlo.Array("s8", (8, 6)),), 2, 15, True),
         "collective-permute*": hlo.Collective("collective-permute", (f32,), 2, 3, True),
         "all-reduce": hlo.Collective("all-reduce", (f32, hlo.Array("bf16", (2, 3))), 8, 1, False),
-        "reduce-scatter": hlo.Collective("reduce-scatter", (hlo.Array("f32", (2,)),), 2, 1, False),
+        "reduce-scatter": hlo.Collective("reduce-scatter", (hlo.Array("f32", (2,)),), 4, 1, False),
         "all-gather": hlo.Collective("all-gather", (hlo.Array("s8", (8,)),), 4, 1, False),
     }
     received = {name: c.received_bytes for name, c in found.items()}
@@ -111,16 +112,22 @@ def test_collectives_with_their_groups_and_bytes():
         "all-gather*": 24,  # The half that it has not.
         "collective-permute*": 16,
         "all-reduce": 2 * 28 * 7 // 8,
-        "reduce-scatter": 8,
+        "reduce-scatter": 3 * 8,  # From each of the others, their part of its sum.
         "all-gather": 6,
     }
     assert found["all-reduce"].dtypes == ("f32", "bf16")
 
 
+def test_sums_that_the_compiler_has_widened():
+    text = WRITTEN.replace("to_apply=%add\n  %part", "to_apply=%add.clone_promoted\n  %part")
+    (found,) = (c for c in hlo.Program.of(text).collectives() if c.kind == "all-reduce")
+    assert found.dtypes == ("bf16",) and found.received_bytes == 2 * (8 + 12) * 7 // 8
+
+
 def test_traffic_adds_up_what_is_alike():
     rows = {(row.kind, row.ways): row for row in program().traffic()}
     assert rows["all-gather", 2] == hlo.Traffic("all-gather", ("s8",), 2, 15, 15 * 24)
-    assert rows["all-reduce", 8].count == 1
+    assert rows["all-reduce", 8].runs == 1
     sizes = [row.received_bytes for row in program().traffic()]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -182,11 +189,11 @@ def test_collectives_of_a_compiled_program():
     read = hlo.Program.of(text)
     assert read.unknown_loops == () and read.devices == 8
     inside = [c for c in read.collectives() if c.in_loop]
-    assert {(c.kind, c.ways, c.arrays[0], c.count) for c in inside} == {
+    assert {(c.kind, c.ways, c.arrays[0], c.runs) for c in inside} == {
         ("all-gather", 4, hlo.Array("s8", (8,)), 3),
         ("all-reduce", 8, hlo.Array("f32", ()), 15),
         ("all-reduce", 8, hlo.Array("f32", ()), 3),
     }
     (last,) = [c for c in read.collectives() if not c.in_loop and c.ways == 2]
     assert set(last.arrays) == {hlo.Array("f32", (5, 2)), hlo.Array("f32", (7,))}
-    assert last.count == 1 and last.received_bytes == 4 * (10 + 7)
+    assert last.runs == 1 and last.received_bytes == 4 * (10 + 7)

@@ -10,7 +10,7 @@ import purelora
 ROOT = pathlib.Path(purelora.__file__).parent
 # The core by level; a module may import its own level and those below. All others are the shell.
 LEVELS = (
-    {"errors", "tree", "info"},
+    {"errors", "tree", "info", "hlo"},
     {"config", "quant", "targets", "lora", "parallel", "params"},
     {"models", "loss"},
     {"rules", "specs", "scan_axis"},

@@ -1,5 +1,6 @@
 """Loading a base: layouts, placement, fingerprints and weights that do not fit."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import chex
 import jax
 import jax.numpy as jnp
+import model_files
 import numpy as np
 import pytest
 import qwix
@@ -15,7 +17,7 @@ import safetensors.numpy
 
 from purelora import errors, quant, specs
 from purelora import tree as trees
-from purelora.io import builtin, load, source
+from purelora.io import builtin, gguf, gguf_file, hf, load, source
 from purelora.models import causal_lm
 
 
@@ -125,6 +127,46 @@ def test_a_weight_that_is_not_finite_is_refused():
     arrays["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
     with pytest.raises(errors.ModelError, match=r"layers\.1\.mlp\.up_proj\.weight.*not finite"):
         load_tiny(arrays, config)
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf", "arrays"])
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path, kind):
+    """Rows, columns and both; in GGUF files the rows of q and k lie in another order."""
+    config, arrays = tiny_arrays()
+    if kind == "hf":
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+        opened: source.Source = hf.open_folder(str(tmp_path))
+    elif kind == "gguf":
+        model_files.write_tiny_gguf(tmp_path / "a.gguf")
+        opened = gguf.open_file(str(tmp_path / "a.gguf"))
+    else:
+        opened = source.ArraySource("tiny", config, arrays)
+    for name, shape in opened.shapes().items():
+        whole = opened.read(name).array
+        for cuts in itertools.product([(0, 1), (1, 3), (0, None)], repeat=len(shape)):
+            box = tuple(
+                slice(start, size if stop is None else stop)
+                for (start, stop), size in zip(cuts, shape, strict=True)
+            )
+            np.testing.assert_array_equal(opened.read_part(name, box), whole[box], err_msg=name)
+
+
+def test_rows_of_quantised_blocks_are_those_of_the_whole(tmp_path):
+    data = np.random.default_rng(0).integers(0, 60, (6, 2 * 34), dtype=np.uint8)
+    model_files.write_gguf(tmp_path / "a.gguf", {}, {"t": (data, "Q8_0")})
+    opened = gguf_file.open_container(str(tmp_path / "a.gguf"))
+    rows = opened.read_rows("t", slice(2, 5))
+    np.testing.assert_array_equal(rows, opened.read("t").array[2:5])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_are_complete_and_even(count):
+    sizes = {f"t{i}": (i * 37) % 11 + 1 for i in range(40)}
+    shares = load.even_shares(sizes, count)
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    totals = [sum(sizes[name] for name in share) for share in shares]
+    assert max(totals) - min(totals) <= max(sizes.values())
 
 
 _PEAK = """

@@ -22,7 +22,7 @@ import safetensors.numpy
 import test_train
 import tiny
 
-from purelora import checkpoint, launch, train
+from purelora import checkpoint, cli, errors, launch, train
 from purelora.io import builtin, source
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -334,8 +334,8 @@ def _started(processes: int, script: str, *arguments: str) -> list[subprocess.Po
 
 def _ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit status and errors of each."""
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
+    texts = [process.communicate(timeout=300)[1] for process in processes]
+    return [(p.returncode, text) for p, text in zip(processes, texts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -403,21 +403,72 @@ def test_a_killed_process_and_a_signal_to_one_of_them(unbroken, cache, tmp_path)
     assert "Traceback" not in killed.output and "stack trace" not in killed.output
 
     stopped = Launched(2, cache, workdir, *options)
-    stopped.wait_for("resuming from step")
-    os.kill(stopped.pid(1), signal.SIGSTOP)  # So that it cannot be at the end already.
+    stopped.wait_for("step 5/")
     os.kill(stopped.pid(1), signal.SIGTERM)
-    os.kill(stopped.pid(1), signal.SIGCONT)
-    status = stopped.end()
-    if status == 1:  # It came before the loop, where a signal ends a process as usual.
-        assert "process 1 of 2 has gone" in stopped.output
-    else:
-        assert status == 128 + signal.SIGTERM, stopped.output
-        assert stopped.output.count("ended with status 143") == 2
+    assert stopped.end() == 128 + signal.SIGTERM, stopped.output
+    assert stopped.output.count("ended with status 143") == 2
+    assert "resuming from step 4" in stopped.output and "finish" not in stopped.output
     last = Launched(2, cache, workdir, *options)
     assert last.end() == 0, last.output
     assert _tail(workdir, 1) == _tail(unbroken[0], 1)
     wanted, found = _leaves(unbroken[0]), _leaves(workdir)
     assert {n: a.tobytes() for n, a in wanted.items()} == {n: a.tobytes() for n, a in found.items()}
+
+
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+def test_arguments_and_the_environment_say_the_same():
+    flags = ["--coordinator_address=a:1", "--num_processes", "2", "--config=x", "--process-id=1"]
+    options, rest = cli.processes(flags)
+    assert rest == ["--config=x"] and options.is_one_of_several
+    assert options.completed({}) == options
+    assert cli.processes([])[0].completed(ADDRESS) == options
+    assert cli.processes(["--process_id=0"])[0].completed(ADDRESS).process_id == 0
+    alone = cli.processes(["--heartbeat_timeout_seconds=9"])[0].completed({})
+    assert not alone.is_one_of_several
+    assert cli.processes(["--distributed"])[0].completed({}).is_one_of_several
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (["--num_processes=2"], {}, "--coordinator_address, --process_id: must be given too"),
+        ([], {"JAX_PROCESS_ID": "1"}, "or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
+        ([], {**ADDRESS, "JAX_PROCESS_ID": "2"}, "--process_id = 2: must be from 0"),
+        ([], {**ADDRESS, "JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID = 'one': is not a whole"),
+        ([], {**ADDRESS, "JAX_NUM_PROCESSES": "0"}, "--num_processes = 0: must be at least 1"),
+        (["--coordinator_address=a"], ADDRESS, "'a': has no port"),
+        (["--heartbeat_timeout_seconds=1"], ADDRESS, "must be at least 5"),
+    ],
+)
+def test_arguments_that_do_not_go_together(flags, environment, message):
+    with pytest.raises(errors.ConfigError) as caught:
+        cli.processes(flags)[0].completed(environment)
+    assert message in str(caught.value)
+
+
+def test_each_process_gets_devices_of_its_own():
+    outer = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8", "HOME": "/h"}
+    found = launch.environment(outer, launch.Options(4, 2), 3, 77)
+    assert found["XLA_FLAGS"] == "--xla_a=1" and found["HOME"] == "/h"
+    assert (found["JAX_NUM_CPU_DEVICES"], found["JAX_LOCAL_DEVICE_IDS"]) == ("2", "6,7")
+    assert found["JAX_COORDINATOR_ADDRESS"] == "127.0.0.1:77"
+    assert (found["JAX_NUM_PROCESSES"], found["JAX_PROCESS_ID"]) == ("4", "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes=2"], "--: is not followed by anything"),
+        (["--processes=0", "--", "--plan"], "--processes = 0: must be at least 1"),
+        (["--", "--plan"], "--processes: is missing"),
+    ],
+)
+def test_what_the_launcher_refuses(arguments, message):
+    with pytest.raises(errors.ConfigError) as caught:
+        launch.main(arguments)
+    assert message in str(caught.value)
 
 
 FAILS = """
@@ -428,9 +479,9 @@ def main(argv):
     joining, which = cli.processes(argv)
     distributed.initialise(joining)
     kind, where = which
-    if kind == "fault" and distributed.process_index() == int(where):
-        raise ZeroDivisionError("a fault of the program")
-    if kind == "user" and distributed.process_index() == int(where) or where == "all":
+    if where in ("all", str(distributed.process_index())):
+        if kind == "fault":
+            raise ZeroDivisionError("a fault of the program")
         raise errors.DataError("file.jsonl:3", None, "cannot be used", "mend it")
     distributed.barrier("never")
     return 0
@@ -451,3 +502,27 @@ def test_an_error_is_told_once_and_ends_all(kind, where):
     assert told in ended[0][1] and told not in ended[1][1], ended
     assert ("Traceback" in ended[0][1]) == (kind == "fault")
     assert time.monotonic() - start < END_SECS
+
+
+def test_a_setting_that_is_wrong_ends_the_launched_run(cache, tmp_path):
+    launched = Launched(2, cache, tmp_path / "run", "--config.mesh.data=3")
+    assert launched.end() == 2
+    told = [line for line in launched.lines if "Error: " in line]
+    assert len(told) == 1 and told[0].startswith("ConfigError: mesh.data"), launched.output
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on_to_the_same_end(single, unbroken, cache, tmp_path):
+    """Steps 1 to 4 by two processes, to 8 by four, to 12 by one on another mesh."""
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    for step in ("8", "12"):
+        shutil.rmtree(workdir / "checkpoints" / step)
+    wide = Launched(4, cache, workdir, "--config.steps=8")
+    assert wide.end() == 0 and "resuming from step 4" in wide.output, wide.output
+    steps = ("--config.steps=12", "--config.mesh.data=4")
+    with tiny.quick_compiles():
+        assert train.main([TINY, f"--config.workdir={workdir}", *OPTIONS, *steps]) == 0
+    wanted, found = ([r["loss"] for r in _records(run, "train")] for run in (single, workdir))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for name, leaf in _leaves(single).items():
+        np.testing.assert_allclose(_leaves(workdir)[name], leaf, rtol=0, atol=1e-4, err_msg=name)

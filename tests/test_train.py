@@ -136,10 +136,10 @@ def test_plan_prints_every_leaf_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "plan", "--plan") == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"layers\.self_attn\.q_proj\.weight\.qvalue +2×64×64 +int8 +\(-, fsdp, -\) +1,024", out
+        r"layers\.self_attn\.q_proj\.weight\.qvalue +2×64×64 +int8 +\(-, fsdp, -\) +1,024 +1\n", out
     )
     assert re.search(
-        r"layers\.self_attn\.q_proj\.lora_a +2×64×4 +float32 +\(-, -, -\) +2,048 +yes", out
+        r"layers\.self_attn\.q_proj\.lora_a +2×64×4 +float32 +\(-, -, -\) +2,048 +8 +yes", out
     )
     assert re.search(r"lora\.r +4\n", out)
     assert not (tmp_path / "plan").exists()

@@ -371,13 +371,14 @@ def test_dropout_differs_by_layer():
 def test_dropout_masks_differ_by_module_and_row_and_keep_the_mean():
     x = jnp.ones((4, 8, 64))
     dropout = layers.Dropout(jax.random.key(0), jnp.arange(4), 0.25)
-    a, b = dropout(x, "layers.self_attn.q_proj"), dropout(x, "layers.self_attn.k_proj")
+    attn = tiny.model().bind(tiny.weights(tiny.model()), {})["layers"]["self_attn"]
+    a, b = dropout(x, attn["q_proj"]), dropout(x, attn["k_proj"])
     assert not np.array_equal(a, b)
     assert not np.array_equal(a[0], a[1])
     np.testing.assert_allclose(np.unique(a), [0, 1 / 0.75], rtol=1e-6)
     np.testing.assert_allclose(a.mean(), 1, atol=0.05)
     moved = layers.Dropout(jax.random.key(0), jnp.arange(2, 6), 0.25)
-    np.testing.assert_array_equal(moved(x, "layers.self_attn.q_proj")[0], a[2])
+    np.testing.assert_array_equal(moved(x, attn["q_proj"])[0], a[2])
 
 
 @pytest.mark.parametrize(

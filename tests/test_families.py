@@ -25,6 +25,7 @@ def some(*names: str) -> list[Any]:
 
 
 MIXED = [*some("qwen2 with windows and yarn", "gemma2"), "gemma3"]
+ONE, ALL = reading.SLIDING, reading.FULL
 LENGTH = 11  # Beyond every window, and enough for the shortest to lie wholly inside.
 
 
@@ -140,22 +141,36 @@ def test_norms_of_heads_train_alike_on_a_mesh():
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
 
 
+def gradient_jaxpr(**changes):
+    """The gradient of a scanned Gemma 3."""
+    m = tiny.with_lora(tiny.model("gemma3", **changes))
+    shapes = jax.eval_shape(lambda: (tiny.adapters(m), tiny.weights(m)))
+    inputs = tiny.inputs(tiny.tokens(1, LENGTH))
+
+    def loss(adapters, base):
+        how = {"dtype": jnp.float32, "scan_layers": True, "remat": False}
+        return m.hidden(m.bind(base, adapters), inputs, **how).sum()
+
+    return jax.make_jaxpr(jax.grad(loss))(*shapes)
+
+
 def test_what_is_compiled_does_not_grow_with_depth():
     """The layers of all kinds share one body, whatever the number of layers is left over."""
+    sizes = [str(gradient_jaxpr(num_hidden_layers=depth)).count(" = ") for depth in (5, 17)]
+    assert sizes[0] == sizes[1]
 
-    def size(depth: int) -> int:
-        m = tiny.with_lora(tiny.model("gemma3", num_hidden_layers=depth))
-        shapes = jax.eval_shape(lambda: (tiny.adapters(m), tiny.weights(m)))
-        inputs = tiny.inputs(tiny.tokens(1, LENGTH))
 
-        def loss(adapters, base):
-            bound = m.bind(base, adapters)
-            how = {"dtype": jnp.float32, "scan_layers": True, "remat": False}
-            return m.hidden(bound, inputs, **how).sum()
+def test_layers_of_two_kinds_save_what_those_of_one_do():
+    """No weights, and nothing for each kind."""
 
-        return str(jax.make_jaxpr(jax.grad(loss))(*shapes)).count(" = ")
+    def saved(**changes):
+        eqns = gradient_jaxpr(**changes).jaxpr.eqns
+        forward = next(eqn for eqn in eqns if eqn.primitive.name == "scan")
+        return sorted(str(var.aval) for var in forward.outvars)
 
-    assert size(5) == size(17)
+    alike = {"sliding_window_pattern": None, "layer_types": [ALL] * 4}
+    assert saved() == saved(**alike)
+    assert len(saved()) < 20
 
 
 PROJECTIONS = tuple(f"self_attn.{n}_proj.weight" for n in "qkvo")
@@ -185,7 +200,6 @@ def test_names_in_files(name):
 
 # ---- fields ------------------------------------------------------------------------------------
 
-ONE, ALL = reading.SLIDING, reading.FULL
 WINDOWS = [
     ("mistral", {}, [5] * 3),
     ("qwen2", {}, [None] * 3),

@@ -206,6 +206,7 @@ WINDOWS = [
     ("qwen2 with windows and yarn", {}, [None, 3, 3]),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": [ONE, ALL, ALL]},
      [7, None, None]),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [3] * 3),
     ("gemma2", {}, [4, None, 4]),
     ("gemma2", {"layer_types": [ALL, ALL, ONE]}, [None, None, 4]),
     ("gemma3", {"num_hidden_layers": 8}, [4, 4, None, 4, 4, None, 4, 4]),
@@ -270,8 +271,9 @@ def test_wrong_field_is_named(name, changes, message):
 
 @pytest.mark.parametrize("name", families.CONFIGS)
 def test_every_size_must_be_there(name):
-    for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                  "vocab_size", "rms_norm_eps"):  # fmt: skip
+    fields = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "vocab_size", "rms_norm_eps"]  # fmt: skip
+    for field in fields if name == "llama" else [*fields, "num_key_value_heads", "rope_theta"]:
         with pytest.raises(errors.ModelError, match=f"config.json: {field}: is missing"):
             tiny.model(name, **{field: None})
 

@@ -111,7 +111,7 @@ def without(field: str) -> dict:
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies(name):
     config, want = CASES[name]
-    got = rope.read(config, HEAD, "config.json")
+    got = rope.read(config, HEAD, "config.json", absent_theta=1e4)
     factor = 1.0
     if isinstance(want, tuple):
         want, factor = want
@@ -160,6 +160,9 @@ def test_llama3_uses_all_three_bands():
         ({"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                               "full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
          r"rope_theta: is missing"),
+        ({}, r"config.json: rope_theta: is missing"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", **YARN}},
+         r"rope_theta = 1.0: is not above 1"),
         ({"rope_theta": True}, r"rope_theta = True: is not a positive number"),
         ({"rope_theta": -1.0}, r"rope_theta = -1.0: is not a positive number"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3},
@@ -221,6 +224,6 @@ def test_frequencies_are_those_of_transformers(name):
 
     config = {"head_dim": HEAD, "max_position_embeddings": 65536} | CASES[name][0]
     theirs = modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**config))
-    ours = rope.read(config, HEAD, "config.json")
+    ours = rope.read(config, HEAD, "config.json", absent_theta=1e4)
     np.testing.assert_allclose(ours.inv_freq, theirs.inv_freq.numpy(), rtol=1e-6)
     np.testing.assert_allclose(ours.attention_factor, theirs.attention_scaling, rtol=1e-6)

@@ -18,19 +18,19 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     """Reads a config.json.
 
     Fields that the file format itself leaves out when they have their usual value
-    (`num_key_value_heads`, `head_dim`, biases, `tie_word_embeddings`) take the value that the
-    format defines; every size must be there.
+    (`num_key_value_heads`, `head_dim`, `rope_theta`, biases, `tie_word_embeddings`) take the value
+    that the format defines; every size must be there.
 
     Raises:
       ModelError: a missing or wrong field; all of them in one error.
     """
     reader = reading.Reader(config, where)
-    heads = reader.heads()
+    heads = reader.heads(has_kv_heads=False)
     reader.unused(sliding_window=0, partial_rotary_factor=1)
     return reader.config(
         **heads,
         hidden_act=reader.choice("hidden_act", "silu"),
         attention_bias=blocks.ATTENTION if reader.flag("attention_bias") else (),
         mlp_bias=blocks.MLP if reader.flag("mlp_bias") else (),
-        layer_kinds=reader.equal_layers(heads["head_dim"]),
+        layer_kinds=reader.equal_layers(heads["head_dim"], absent_theta=10000.0),
     )

@@ -15,7 +15,7 @@ layer_infos, block = blocks.pre_norm_infos, blocks.pre_norm
 
 
 def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
-    """Reads a config.json; for what may be left out see `llama.from_hf`.
+    """Reads a config.json; `head_dim`, window settings and `tie_word_embeddings` may be left out.
 
     Raises:
       ModelError: a missing or wrong field; all of them in one error.
@@ -37,7 +37,7 @@ def layer_kinds(reader: reading.Reader, head_dim: int) -> tuple[reading.Kind, ..
     absent = [reading.FULL] * count
     has_window = reader.flag("use_sliding_window")
     if has_window and reader.fields.get("layer_types") is None:
-        first = reader.size("max_window_layers")
+        first = reader.size("max_window_layers", least=0)
         absent = [reading.FULL if i < first else reading.SLIDING for i in range(count)]
     types = reader.layer_types(absent)
     if reading.SLIDING not in types:

@@ -16,7 +16,7 @@ block = blocks.pre_norm
 
 
 def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
-    """Reads a config.json; `head_dim` must be there, for the rest see `llama.from_hf`.
+    """Reads a config.json; window settings, biases and `tie_word_embeddings` may be left out.
 
     Raises:
       ModelError: a missing or wrong field; all of them in one error.

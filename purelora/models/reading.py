@@ -86,13 +86,13 @@ class Reader:
         if not good and problem not in self.problems:
             self.problems.append(problem)
 
-    def size(self, name: str, absent: int | None = None) -> int:
-        """A positive integer; `absent` is what the format means where the field is left out."""
+    def size(self, name: str, absent: int | None = None, *, least: int = 1) -> int:
+        """An integer, positive or from `least` on; `absent` is what leaving the field out means."""
         value = self.fields.get(name)
         if value is None and absent is not None:
             return absent
         largest = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_SIZE
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= largest:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest:
             return value
         self.check(False, name, value, "is missing" if value is None else "is not a size")
         return 1
@@ -150,14 +150,16 @@ class Reader:
         except errors.ModelError as error:
             self.problems.extend(error.problems)
 
-    def heads(self, *, has_head_dim: bool = False) -> dict[str, Any]:
+    def heads(self, *, has_kv_heads: bool = True, has_head_dim: bool = False) -> dict[str, Any]:
         """The numbers of heads and their size.
 
-        With `has_head_dim` the file must state the size; else it may follow from the others.
+        Args:
+          has_kv_heads: whether the file must state their number; else it may be that of all heads.
+          has_head_dim: whether the file must state the size; else it may follow from the others.
         """
         heads, hidden = self.size("num_attention_heads"), self.size("hidden_size")
         is_derived = not has_head_dim and self.fields.get("head_dim") is None
-        kv_heads = self.size("num_key_value_heads", absent=heads)
+        kv_heads = self.size("num_key_value_heads", absent=None if has_kv_heads else heads)
         head_dim = max(hidden // heads, 1) if is_derived else self.size("head_dim")
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
         if self.problems:
@@ -172,14 +174,17 @@ class Reader:
         self.check(head_dim % 2 == 0, name, value, f"{odd}; rotary positions need pairs")
         return {**sizes, "head_dim": head_dim}
 
-    def equal_layers(self, head_dim: int, window: int | None = None) -> tuple[Kind, ...]:
+    def equal_layers(
+        self, head_dim: int, window: int | None = None, *, absent_theta: float | None = None
+    ) -> tuple[Kind, ...]:
         """Layers that all attend alike, with the file's one rotation."""
-        return (Kind(self.one_rope(head_dim), window),) * self.size("num_hidden_layers")
+        kind = Kind(self.one_rope(head_dim, absent_theta=absent_theta), window)
+        return (kind,) * self.size("num_hidden_layers")
 
-    def one_rope(self, head_dim: int) -> rope.Rope:
-        """The rotation, if it is the same in all layers."""
+    def one_rope(self, head_dim: int, *, absent_theta: float | None = None) -> rope.Rope:
+        """The rotation, if it is the same in all layers; see `rope.read`."""
         with self.noting():
-            return rope.read(self.fields, head_dim, self.where)
+            return rope.read(self.fields, head_dim, self.where, absent_theta=absent_theta)
         return rope.Rope(())
 
     def nested_rope(self, kind: str, theta: str, head_dim: int) -> rope.Rope:

@@ -41,7 +41,9 @@ class Rope(NamedTuple):
     attention_factor: float = 1.0
 
 
-def read(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
+def read(
+    config: Mapping[str, Any], head_dim: int, where: str, *, absent_theta: float | None = None
+) -> Rope:
     """The rotation that a config.json describes, if it is the same in all layers.
 
     Reads both spellings: `rope_theta` and `rope_scaling` at the top level, or everything inside
@@ -51,6 +53,7 @@ def read(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
       config: a Hugging Face config.json as a dict.
       head_dim: H.
       where: the file, for messages.
+      absent_theta: what the older format means by leaving `rope_theta` out, if it may.
 
     Raises:
       ModelError: `rope_parameters` without theta or in conflict with `rope_scaling`, an unknown
@@ -59,7 +62,7 @@ def read(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
     scaling = _scaling(config, where)
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None and config.get("rope_parameters") is None:
-        theta = 10000.0  # What the older format means by leaving it out, as Llama 2's files do.
+        theta = absent_theta
     return made(scaling, theta, head_dim, where)
 
 
@@ -118,6 +121,9 @@ def made(scaling: Mapping[str, Any], theta: Any, head_dim: int, where: str) -> R
             raise errors.ModelError(f"{where}: low_freq_factor", low, what, "")
         frequencies = _llama3(frequencies, **fields)
     if kind == "yarn":
+        if theta <= 1:
+            what = "is not above 1, which yarn needs"
+            raise errors.ModelError(f"{where}: rope_theta", theta, what, "")
         options = _yarn_options(scaling, where)
         frequencies = _yarn(frequencies, theta, **fields, **options)
         attention_factor = _yarn_attention_factor(fields["factor"], options)

@@ -7,15 +7,19 @@ import chex
 import families
 import jax
 import jax.numpy as jnp
+import model_files
 import numpy as np
 import plain
 import pytest
+import test_artefact
+import test_merge
 import test_step
 import tiny
 from tiny import Case
 
-from purelora import errors
+from purelora import artefact, errors, merge
 from purelora import tree as trees
+from purelora.io import peft
 from purelora.models import causal_lm, layers, reading
 
 
@@ -196,6 +200,38 @@ def test_names_in_files(name):
     head = set() if m.is_tied else {"lm_head.weight"}
     assert found == wanted | head | {"model.embed_tokens.weight", "model.norm.weight"}
     assert m.is_tied == (name != "mistral")
+
+
+@pytest.mark.parametrize("name", [*some("mistral", "qwen2", "qwen3", "gemma2"), "gemma3"])
+def test_folders_in_and_out(name, tmp_path, capsys):
+    """A base and an adapter from files; the adapter again bit for bit; merged, what it computes."""
+    config = tiny.hf_config(name, vocab_size=259)
+    plain_model = causal_lm.from_hf(config, "config.json", dtype="float32")
+    arrays, draw = {}, np.random.default_rng(0)
+    for path, names in plain_model.hf_names.items():
+        shape = plain_model.flat_infos[path].file_shape
+        arrays |= {n: draw.normal(0, 0.2, shape).astype(np.float32) for n in names}
+    (tmp_path / "base").mkdir()
+    model_files.write_hf(tmp_path / "base", arrays, config)
+    settings = tiny.lora_config(target_modules="all-linear", rank_pattern={"k_proj": 2})
+    m = plain_model.adapted(settings)
+    leaves = test_artefact.trained(m, {})
+    known = artefact.record(m, settings, str(tmp_path / "base"))
+    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
+    peft.write(str(tmp_path / "adapter"), adapter)
+    model, base = test_merge.loaded(str(tmp_path / "base"))
+    read = artefact.open_adapter(str(tmp_path / "adapter"))
+    found = artefact.attach(read, model, base_fingerprint=None)
+    chex.assert_trees_all_equal(trees.flatten(found.trainable), leaves)
+
+    out = tmp_path / "merged"
+    assert merge.main([f"--adapter={tmp_path / 'adapter'}", f"--output={out}"]) == 0
+    capsys.readouterr()
+    want = test_merge.logits(found.model, found.trainable, base)
+    merged, weights = test_merge.loaded(str(out))
+    assert merged.config == model.config
+    np.testing.assert_allclose(test_merge.logits(merged, {}, weights), want, rtol=0, atol=1e-4)
+    assert np.abs(want - test_merge.logits(model, {}, base)).max() > 1e-2
 
 
 # ---- fields ------------------------------------------------------------------------------------

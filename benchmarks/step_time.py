@@ -159,7 +159,7 @@ def naive(dtype: str):
 
     def loss(adapters, base, batch):
         tokens = batch.tokens[0]
-        angles = layers.rope_angles(batch.positions[0], jnp.asarray(cfg.inv_freq))
+        angles = layers.rope_angles(batch.positions[0], cfg.kinds[0].rope)
         causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
 
         def block(x, layer):

@@ -80,12 +80,12 @@ def get_config() -> config_dict.ConfigDict:
     c.lora.lora_alpha = 32.0
     # Probability of dropping an element of an adapter's input, in training only.
     c.lora.lora_dropout = 0.0
-    # "all-linear" (all but the output head), a list of names or dotted suffixes, or a regex that
-    # matches a module's full Hugging Face name (model.layers.7.self_attn.q_proj).
+    # "all-linear" (all but the output head), of these "attention" or "mlp", a list of names or
+    # dotted suffixes, or a regex for a module's full name (model.layers.7.self_attn.q_proj).
     c.lora.target_modules = either("all-linear")
     # Modules to leave out, as a list or a regex.
     c.lora.exclude_modules = either(())
-    # Numbers of the layers to adapt, for "all-linear" or a list of names; None: all of them.
+    # Numbers of the layers to adapt, for such a word or a list of names; None: all.
     c.lora.layers_to_transform = either(None)
     # Ranks and alphas of single modules: {regex: value}. A regex must match the end of a module's
     # name from a dot on ("k_proj", "layers.3.self_attn.k_proj"); the first one that does counts.
@@ -130,6 +130,8 @@ def get_config() -> config_dict.ConfigDict:
     c.data.too_long = "drop"
     # A Jinja file to use instead of the model's own chat template.
     c.data.chat_template = optional(None, str)
+    # Further variables of the template, such as {"enable_thinking": False} for Qwen3's.
+    c.data.chat_template_kwargs = table({})
     # The date that a template which prints today's date is given, so that runs repeat.
     c.data.template_date = "2026-01-01"
     # A template that renders a conversation's beginning differently once it goes on: "raise" an

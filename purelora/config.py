@@ -23,6 +23,8 @@ Patterns = str | tuple[str, ...]
 # A key of `rank_pattern`, `alpha_pattern` and `mesh.overrides`: a regex for the end of a name,
 # from a dot on.
 MODULE_PATTERN = r"(.*\.)?({})$"
+# What `target_modules` may be beside a list and a regex: all linear modules, or those of a part.
+TARGET_WORDS = ("all-linear", "attention", "mlp")
 # Values of `init_lora_weights` that take the adapter out of the weight.
 FACTORED_INITS = ("pissa", "olora", "loftq")
 
@@ -68,6 +70,7 @@ class DataConfig:
     packing: bool
     too_long: Literal["drop", "truncate", "raise"]
     chat_template: str | None
+    chat_template_kwargs: Mapping[str, bool | int | str]
     template_date: str
     unnested_template: Literal["raise", "last_turn"]
 
@@ -301,8 +304,9 @@ def describe(annotation: Any) -> str:
         kind = typing.get_args(annotation)[0]
         return "a list of whole numbers" if kind is int else "a list of strings"
     if origin is collections.abc.Mapping:
-        values = {int: "whole numbers", float: "numbers", str: "strings"}[_value(annotation)]
-        return f"a dict from names to {values}"
+        named = {int: "whole numbers", float: "numbers", str: "strings", bool: "True or False"}
+        kinds = typing.get_args(_value(annotation)) or (_value(annotation),)
+        return f"a dict from names to {', '.join(named[kind] for kind in kinds)}"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
     return names.get(annotation, "None")
 
@@ -436,6 +440,7 @@ def _ranges(c: Config) -> list[_Found]:
     if not c.model.path:
         found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
     found += _skip_problems(c.quant.skip) + _date_problem(c.data.template_date)
+    found += template_problems("data.chat_template_kwargs", c.data.chat_template_kwargs)
     return found + _fractions(c) + _optim_ranges(c.optim)
 
 
@@ -447,6 +452,16 @@ def _skip_problems(skip: Sequence[str]) -> list[_Found]:
         except re.error as error:
             found.append(("quant.skip", pattern, f"is not a regular expression: {error}", ""))
     return found
+
+
+# What every chat template is given.
+_TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def template_problems(where: str, options: Mapping[str, object]) -> list[tuple[str, Any, str, str]]:
+    """(key, value, what is wrong, remedy) of options of a chat template that are no options."""
+    what = "is what the template is given for each conversation"
+    return [(where, name, what, "leave it out") for name in options if name in _TEMPLATE_VARIABLES]
 
 
 def _date_problem(date: str) -> list[_Found]:
@@ -663,7 +678,7 @@ def _layer_problems(lora: LoraConfig) -> list[_Found]:
         return []
     if not layers:
         return [(key, layers, "names no layer, so nothing would train", "use None for all layers")]
-    if isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
+    if isinstance(lora.target_modules, str) and lora.target_modules not in TARGET_WORDS:
         what = "does not go with a regex in lora.target_modules"
         return [(key, layers, what, "put the layers into the regex, or list module names")]
     found: list[_Found] = [(key, n, "is not the number of a layer", "") for n in layers if n < 0]

@@ -5,10 +5,10 @@ input; a trained one as many again for its own gradient. Recomputation (remat) i
 usual for model FLOP/s utilisation (Chowdhery et al. 2022, appendix B).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from purelora import info, targets
+from purelora import info
 
 
 def per_token(
@@ -17,6 +17,7 @@ def per_token(
     *,
     trained_weights: Collection[str],
     attention_width: int,
+    windows: Sequence[int | None],
     length: int,
 ) -> float:
     """Operations per token of one training step.
@@ -25,8 +26,9 @@ def per_token(
       infos: flat declarations of the base.
       adapters: flat declarations of the adapters.
       trained_weights: paths of the base's matrices that get gradients of their own.
-      attention_width: query heads × head dim, summed over the layers.
-      length: tokens of a row; a token sees half of them on average.
+      attention_width: query heads × head dim of a layer.
+      windows: how many tokens each layer sees at most; None: all before.
+      length: tokens of a row.
     """
     base = sum(
         _size(leaf) * (3 if path in trained_weights else 2)
@@ -34,14 +36,15 @@ def per_token(
         if _is_multiplied(path, leaf, infos)
     )
     small = sum(map(_size, adapters.values()))
-    scores = 2 * attention_width * length / 2  # The two products of attention, per 2 operations.
+    seen = sum(_seen(length, window) for window in windows)
+    scores = 2 * attention_width * seen  # The two products of attention, per 2 operations.
     return 2.0 * (base + 3 * small + 3 * scores)
 
 
-def attention_width(modules: Mapping[str, targets.AdaptableModule]) -> int:
-    """Query heads × head dim, summed over the layers: the outputs of the query projections."""
-    queries = [m.weight for path, m in modules.items() if path.endswith("q_proj")]
-    return sum(weight.shape[0] * weight.shape[-1] for weight in queries)
+def _seen(length: int, window: int | None) -> float:
+    """How many tokens one of a row of `length` sees on average."""
+    width = length if window is None else min(window, length)
+    return width - width * width / (2 * length)
 
 
 def _is_multiplied(path: str, leaf: info.ParamInfo, infos: Mapping[str, Any]) -> bool:

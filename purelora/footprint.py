@@ -174,7 +174,7 @@ def formula(
         what = f"is not more than the {depths[1]} layers that a formula is made from"
         raise errors.ModelError(f"{where}: {_LAYERS}", layers, what, "use --method=compiled")
     few, more = (
-        compiled(plans.make(settings, {**hf_config, _LAYERS: depth}, where, devices))
+        compiled(plans.make(settings, _shallow(hf_config, depth), where, devices))
         for depth in depths
     )
     ahead = (layers - depths[0]) / (depths[1] - depths[0])
@@ -329,6 +329,13 @@ def _logits_bytes(plan: plans.Plan) -> int:
     head = next(row for row in plans.array_rows(plan) if row.leaf == f"{name}.weight")
     rows = head.info.shape[0] // _ways(plan, head.spec[:1], gathered=False)
     return -(-tokens // chunks) * rows * 4
+
+
+def _shallow(hf_config: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """The config of the first `depth` layers of a model."""
+    types = hf_config.get("layer_types")
+    cut = {"layer_types": types[:depth]} if isinstance(types, list) else {}
+    return {**hf_config, **cut, _LAYERS: depth}
 
 
 class Fit(NamedTuple):

@@ -12,6 +12,7 @@
 --prompt=TEXT           a user's turn; may be given several times
 --prompts-file=FILE     .txt, a prompt a line; or .jsonl with `prompt` or `messages`
 --system=TEXT           a system prompt
+--chat-template-kwargs=DICT   further variables of the chat template: {"enable_thinking": False}
 --raw                   prompts as they are, without the chat template
 --max-new-tokens=N      the largest number of tokens of an answer (256)
 --temperature=T         0 takes the most probable token (the default)
@@ -43,7 +44,7 @@ from purelora import tree as trees
 from purelora.data import records
 from purelora.io import files, output
 from purelora.io import tokenizer as tokenizers
-from purelora.models import causal_lm, layers
+from purelora.models import causal_lm
 
 # Prompts and caches are padded to this, doubled as often as need be: few shapes are compiled.
 _LEAST_BUCKET = 32
@@ -183,13 +184,11 @@ def _begin(
     """Reads the prompts into a new cache of `slots` and chooses the first tokens."""
     model, rows = static.model, tokens_BT.shape[0]
     bound = model.bind(base, trainable)
-    cache = model.family.empty_cache(model.config, rows, slots, static.dtype)
+    cache = model.empty_cache(rows, slots, static.dtype)
     positions_BT = jnp.broadcast_to(
         jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
     )
-    x_BTD, cache = model.family.hidden_cached(
-        bound, tokens_BT, positions_BT, cache, model.config, dtype=static.dtype
-    )
+    x_BTD, cache = model.hidden_cached(bound, tokens_BT, positions_BT, cache, dtype=static.dtype)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers_B)
     x_BD = x_BTD[jnp.arange(rows), lengths_B - 1]
     first_B = _pick(x_BD, bound, keys_B, jnp.int32(0), static)
@@ -204,12 +203,11 @@ def _advance(
     model = static.model
     bound = model.bind(base, trainable)
     # The prompt's padding lies in slots that the new tokens overwrite before they see them.
-    x_BTD, cache = model.family.hidden_cached(
+    x_BTD, cache = model.hidden_cached(
         bound,
         state.tokens_B[:, None],
         state.positions_B[:, None],
         cache,
-        model.config,
         dtype=static.dtype,
     )
     next_B = _pick(x_BTD[:, 0], bound, state.keys_B, state.made, static)
@@ -220,8 +218,7 @@ def _pick(
     x_BD: jax.Array, bound: trees.Tree, keys_B: jax.Array, made: jax.Array, static: _Static
 ) -> jax.Array:
     # In float32: bfloat16 has ties among the largest of so many logits.
-    head = static.model.family.head(bound)
-    logits_BV = layers.adapted(x_BD, x_BD, head, jnp.float32)
+    logits_BV = static.model.head_logits(x_BD, bound, jnp.float32)
     is_sound_B = jnp.isfinite(logits_BV.max(axis=-1))  # The maximum of a NaN is one.
     return jnp.where(is_sound_B, sampling.pick(logits_BV, keys_B, made, static.how), _UNSOUND)
 
@@ -340,9 +337,13 @@ class Options(speaker.ModelOptions):
         if not self.prompt and self.prompts_file is None:
             remedy = "give --prompt=TEXT, or --prompts-file=FILE"
             yield errors.Problem("--prompt", None, "is missing", remedy)
-        if self.raw and self.system is not None:
-            what = "is part of a chat template, which --raw leaves out"
-            yield errors.Problem("--system", self.system, what, "leave one of them out")
+        for name, given in (
+            ("--system", self.system),
+            ("--chat-template-kwargs", self.chat_template_kwargs or None),
+        ):
+            if self.raw and given is not None:
+                what = "is part of a chat template, which --raw leaves out"
+                yield errors.Problem(name, given, what, "leave one of them out")
         if self.output is not None and not self.output.endswith((".jsonl", ".txt")):
             what = "is neither a .jsonl nor a .txt file"
             yield errors.Problem("--output", self.output, what, "give one of these endings")

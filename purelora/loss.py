@@ -6,6 +6,7 @@ backward pass is the gradient of the activations, not the logits.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,7 @@ def xent_sum(
     weights_BT: jax.Array,
     *,
     chunk_tokens: int,
+    softcap: float | None = None,
     dropout: layers.Dropout | None = None,
 ) -> jax.Array:
     """Weighted sum of the tokens' cross-entropies, a float32 scalar; logits are float32.
@@ -68,6 +70,7 @@ def xent_sum(
       targets_BT: token ids to predict.
       weights_BT: weight of each target; 0 leaves it out.
       chunk_tokens: how many tokens' logits exist at once.
+      softcap: c in `c · tanh(logit / c)`; None: no cap.
       dropout: dropout on the input of the head's adapters.
     """
     x_BTD = head.parallel.spread(x_BTD)
@@ -83,7 +86,7 @@ def xent_sum(
         return padded.reshape(chunks, size, *flat.shape[1:])
 
     tokens = Tokens(*map(chunked, (x_BTD, adapter_x, targets_BT, weights_BT)))
-    return _chunked_sum(tokens, *_split(head))
+    return _chunked_sum(tokens, *_split(head), softcap)
 
 
 # What of the head is trained beside its weight.
@@ -116,27 +119,31 @@ def _chunk_nll(
     trained: params.Module,
     frozen: params.Module,
     chunk: Tokens,
+    softcap: float | None,
 ) -> jax.Array:
     """Weighted loss sum of one chunk of `[N]` tokens; the weights are whole here."""
     with jax.named_scope("head"):
         logits_NV = layers.adapted(*inputs, _joined(trained, frozen), jnp.float32)
+        logits_NV = layers.softcapped(logits_NV, softcap)
         nll_N = token_nll(logits_NV, chunk.targets, frozen.parallel)
         return jnp.sum(nll_N * chunk.weights)
 
 
-@jax.custom_vjp
-def _chunked_sum(tokens: Tokens, trained: params.Module, frozen: params.Module) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked_sum(
+    tokens: Tokens, trained: params.Module, frozen: params.Module, softcap: float | None
+) -> jax.Array:
     trained, frozen = _whole(trained), _whole(frozen)
 
     def body(total: jax.Array, chunk: Tokens) -> tuple[jax.Array, None]:
-        return total + _chunk_nll(chunk[:2], trained, frozen, chunk), None
+        return total + _chunk_nll(chunk[:2], trained, frozen, chunk, softcap), None
 
     total, _ = jax.lax.scan(body, _zero_sum(tokens.weights), tokens)
     return total
 
 
 def _chunked_sum_fwd(
-    tokens: Tokens, trained: params.Module, frozen: params.Module
+    tokens: Tokens, trained: params.Module, frozen: params.Module, softcap: float | None
 ) -> tuple[jax.Array, Any]:
     whole_frozen = _whole(frozen)
     # The gradient of a gathered weight goes back the way the weight came: one reduce-scatter.
@@ -145,7 +152,7 @@ def _chunked_sum_fwd(
     def body(carry: Any, chunk: Tokens) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         total, d_trained = carry
         nll, (d_inputs, d_chunk) = jax.value_and_grad(_chunk_nll, argnums=(0, 1))(
-            chunk[:2], whole_trained, whole_frozen, chunk
+            chunk[:2], whole_trained, whole_frozen, chunk, softcap
         )
         return (total + nll, jax.tree.map(jnp.add, d_trained, d_chunk)), d_inputs
 
@@ -154,7 +161,8 @@ def _chunked_sum_fwd(
     return total, (d_inputs, pull(d_whole)[0])
 
 
-def _chunked_sum_bwd(residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
+def _chunked_sum_bwd(softcap: float | None, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
+    del softcap
     (dx, d_adapter_x), d_trained = jax.tree.map(lambda d: d * g.astype(d.dtype), residuals)
     return Tokens(dx, d_adapter_x, None, None), d_trained, None
 

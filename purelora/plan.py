@@ -109,7 +109,8 @@ class Plan:
             weights,
             {path: leaf for path, leaf in trained.items() if path not in weights},
             trained_weights={path for path in trained if path in weights},
-            attention_width=flops.attention_width(self.model.modules),
+            attention_width=self.model.config.num_attention_heads * self.model.config.head_dim,
+            windows=[kind.window for kind in self.model.config.layer_kinds],
             length=self.config.max_length,
         )
 

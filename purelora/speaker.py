@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from purelora import artefact, assembly, cli, errors, quant, run_model, sampling, specs
+from purelora import config as configs
 from purelora import tree as trees
 from purelora.data import chat
 from purelora.io import load
@@ -30,6 +31,7 @@ class ModelOptions:
     model: str
     adapter: tuple[str, ...] = ()
     system: str | None = None
+    chat_template_kwargs: Mapping[str, bool | int | str] = dataclasses.field(default_factory=dict)
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -53,6 +55,8 @@ class ModelOptions:
         ):
             if value is not None and not least <= value < 2**31:
                 yield errors.Problem(name, value, f"must be from {least} to {2**31 - 1}", "")
+        found = configs.template_problems("--chat-template-kwargs", self.chat_template_kwargs)
+        yield from (errors.Problem(*problem) for problem in found)
         if not 0 <= self.temperature < float("inf"):
             what = "must be a number of at least 0"
             yield errors.Problem("--temperature", self.temperature, what, "0 is greedy")
@@ -199,7 +203,7 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
         voices[name] = Voice(one.model, _without(loaded.tree, trainable), trainable)
     return Speaker(
         tokenizer=opened.tokenizer,
-        template=_template(opened.tokenizer),
+        template=_template(opened.tokenizer, options.chat_template_kwargs),
         voices=voices,
         dtype=jnp.dtype(options.dtype),
         longest=config.get("max_position_embeddings"),
@@ -227,12 +231,14 @@ def _without(base: trees.Tree, trainable: trees.Tree) -> trees.Tree:
     return trees.unflatten({p: leaf for p, leaf in trees.flatten(base).items() if p not in taken})
 
 
-def _template(tokenizer: tokenizers.Tokenizer) -> chat.ChatTemplate | None:
+def _template(
+    tokenizer: tokenizers.Tokenizer, options: Mapping[str, bool | int | str]
+) -> chat.ChatTemplate | None:
     if tokenizer.chat_template is None:
         return None
     return chat.compile_template(
         tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
-        options={},
+        options=options,
         now=datetime.datetime.now(),
     )

@@ -14,7 +14,9 @@ from typing import Literal
 
 from purelora import config, errors, info
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, ATTENTION, MLP = config.TARGET_WORDS
+# The part of a layer whose linear modules a word takes.
+_PARTS = {ATTENTION: "self_attn", MLP: "mlp"}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # Tree paths, the same in every family.
 TOKEN_ROWS = f"{EMBEDDING}.trainable_tokens"
 
@@ -187,6 +189,8 @@ def _is_target(settings: config.LoraConfig, name: str, module: AdaptableModule) 
         return False
     if chosen == ALL_LINEAR:
         return module.kind == "linear"
+    if isinstance(chosen, str) and chosen in _PARTS:
+        return module.kind == "linear" and _PARTS[chosen] in name.split(".")
     return matches(chosen, name)
 
 
@@ -343,7 +347,7 @@ def _unmatched(
     key: str, pattern: str | Sequence[str], names: Sequence[str]
 ) -> list[errors.Problem]:
     """A problem for each entry of a list (or the regex) that matches no module."""
-    if not pattern or pattern == ALL_LINEAR:
+    if not pattern or (key == "lora.target_modules" and pattern in config.TARGET_WORDS):
         return []
     if isinstance(pattern, str):
         try:

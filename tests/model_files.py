@@ -20,6 +20,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -77,19 +79,19 @@ def gguf_name(name: str) -> str:
     return f"{GGUF_NAMES[stem]}.{kind}"
 
 
-def llama_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a llama GGUF: ints as uint32, floats as float32, strings."""
+def llama_fields(config: Mapping[str, Any], arch: str = "llama") -> dict[str, Any]:
+    """The metadata of a GGUF of llama or alike: ints as uint32, floats as float32, strings."""
     return {
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config["rope_theta"],
-        "llama.rope.dimension_count": config["head_dim"],
-        "llama.vocab_size": config["vocab_size"],
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": config["num_attention_heads"],
+        f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{arch}.rope.freq_base": config["rope_theta"],
+        f"{arch}.rope.dimension_count": config["head_dim"],
+        f"{arch}.vocab_size": config["vocab_size"],
     }
 
 

@@ -1,4 +1,4 @@
-"""An independent Llama for comparison: one document at a time, merged weights, nothing clever.
+"""An independent decoder for comparison: one document at a time, merged weights, nothing clever.
 
 It shares no code with purelora and takes another route wherever there is one: adapters are merged
 into the weights, weights are dequantised whole, rotary positions are complex numbers, heads and
@@ -63,16 +63,56 @@ def merged(weights: Flat, adapters: Mapping[str, Any], scaling: float) -> Flat:
 def logits(weights: Flat, tokens_T: jax.Array, config: Mapping[str, Any]) -> jax.Array:
     """Logits `[T, V]` of one document."""
     x = weights["embed_tokens.weight"][tokens_T]
+    if _is_gemma(config):
+        x = x * config["hidden_size"] ** 0.5
     for index in range(config["num_hidden_layers"]):
         layer = {
             path.removeprefix("layers."): array[index]
             for path, array in weights.items()
             if path.startswith("layers.")
         }
-        x = x + _attention(_norm(x, layer["input_layernorm.weight"], config), layer, config)
-        x = x + _mlp(_norm(x, layer["post_attention_layernorm.weight"], config), layer)
+        inner = _norm(x, layer["input_layernorm.weight"], config)
+        out = _attention(inner, layer, config, _kind(config, index))
+        if _is_gemma(config):
+            x = x + _norm(out, layer["post_attention_layernorm.weight"], config)
+            inner = _norm(x, layer["pre_feedforward_layernorm.weight"], config)
+            out = _mlp(inner, layer, config)
+            x = x + _norm(out, layer["post_feedforward_layernorm.weight"], config)
+        else:
+            x = x + out
+            x = x + _mlp(_norm(x, layer["post_attention_layernorm.weight"], config), layer, config)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
-    return _norm(x, weights["norm.weight"], config) @ head.T
+    out = _norm(x, weights["norm.weight"], config) @ head.T
+    return _capped(out, config.get("final_logit_softcapping"))
+
+
+def _is_gemma(config: Mapping[str, Any]) -> bool:
+    return config["architectures"][0].startswith("Gemma")
+
+
+def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, float]:
+    """Window, theta and scaling of positions of a layer."""
+    window, theta = config.get("sliding_window"), config.get("rope_theta", 1e4)
+    slowed = (config.get("rope_scaling") or {}).get("factor", 1.0)
+    match config["architectures"][0]:
+        case "LlamaForCausalLM" | "Qwen3ForCausalLM" | "Qwen2ForCausalLM":
+            return None, theta, slowed
+        case "MistralForCausalLM":
+            return window, theta, slowed
+        case "Gemma2ForCausalLM":
+            return (None if index % 2 else window), theta, slowed
+        case "Gemma3ForCausalLM":
+            is_full = (
+                index % config["sliding_window_pattern"] == config["sliding_window_pattern"] - 1
+            )
+            return (
+                (None, theta, slowed) if is_full else (window, config["rope_local_base_freq"], 1.0)
+            )
+    raise AssertionError(config["architectures"])
+
+
+def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+    return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def loss_sum(
@@ -89,7 +129,8 @@ def loss_sum(
 
 def _norm(x_TD: jax.Array, weight_D: jax.Array, config: Mapping[str, Any]) -> jax.Array:
     mean_square = (x_TD**2).mean(-1, keepdims=True)
-    return x_TD / jnp.sqrt(mean_square + config["rms_norm_eps"]) * weight_D[None]
+    factor_D = weight_D + 1 if _is_gemma(config) else weight_D
+    return x_TD / jnp.sqrt(mean_square + config["rms_norm_eps"]) * factor_D[None]
 
 
 def _linear(x_TD: jax.Array, layer: Flat, name: str) -> jax.Array:
@@ -97,32 +138,48 @@ def _linear(x_TD: jax.Array, layer: Flat, name: str) -> jax.Array:
     return y + layer[f"{name}.bias"][None] if f"{name}.bias" in layer else y
 
 
-def _mlp(x_TD: jax.Array, layer: Flat) -> jax.Array:
+def _mlp(x_TD: jax.Array, layer: Flat, config: Mapping[str, Any]) -> jax.Array:
     gate = _linear(x_TD, layer, "mlp.gate_proj")
-    return _linear(
-        gate * jax.nn.sigmoid(gate) * _linear(x_TD, layer, "mlp.up_proj"), layer, "mlp.down_proj"
-    )
+    if _is_gemma(config):
+        cubic = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        active = 0.5 * gate * (1 + jnp.tanh(cubic))
+    else:
+        active = gate * jax.nn.sigmoid(gate)
+    return _linear(active * _linear(x_TD, layer, "mlp.up_proj"), layer, "mlp.down_proj")
 
 
-def _attention(x_TD: jax.Array, layer: Flat, config: Mapping[str, Any]) -> jax.Array:
-    length, heads = len(x_TD), config["num_attention_heads"]
+def _attention(
+    x_TD: jax.Array,
+    layer: Flat,
+    config: Mapping[str, Any],
+    kind: tuple[int | None, float, float],
+) -> jax.Array:
+    (window, theta, slowed), length = kind, len(x_TD)
+    heads = config["num_attention_heads"]
     group = heads // config.get("num_key_value_heads", heads)
     size = config.get("head_dim", config["hidden_size"] // heads)
+    scale = config.get("query_pre_attn_scalar", size) ** -0.5
     q, k, v = (_linear(x_TD, layer, f"self_attn.{n}_proj") for n in "qkv")
-    future = np.triu(np.ones((length, length), bool), 1)
+    back = np.arange(length)[:, None] - np.arange(length)[None]
+    hidden = (back < 0) | (back >= (window or length))
     outs = []
     for n in range(heads):
         own, shared = slice(n * size, (n + 1) * size), n // group
         kv = slice(shared * size, (shared + 1) * size)
-        scores = _rotated(q[:, own], config) @ _rotated(k[:, kv], config).T / size**0.5
-        outs.append(jax.nn.softmax(jnp.where(future, -jnp.inf, scores), axis=-1) @ v[:, kv])
-    return _linear(jnp.concatenate(outs, axis=-1), layer, "self_attn.o_proj")
+        q_TH, k_TH = q[:, own], k[:, kv]
+        if "self_attn.q_norm.weight" in layer:
+            q_TH = _norm(q_TH, layer["self_attn.q_norm.weight"], config)
+            k_TH = _norm(k_TH, layer["self_attn.k_norm.weight"], config)
+        scores = _rotated(q_TH, theta, slowed) @ _rotated(k_TH, theta, slowed).T * scale
+        scores = _capped(scores, config.get("attn_logit_softcapping"))
+        outs.append(jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), axis=-1) @ v[:, kv])
+    return _linear(jnp.concatenate(outs, axis=1), layer, "self_attn.o_proj")
 
 
-def _rotated(x_TH: jax.Array, config: Mapping[str, Any]) -> jax.Array:
+def _rotated(x_TH: jax.Array, theta: float, slowed: float) -> jax.Array:
     """Position p turns the pair (i, i + H/2) by `p · theta^(-2i/H)`, as complex numbers."""
     half = x_TH.shape[1] // 2
-    frequencies = config["rope_theta"] ** -(np.arange(half) / half)
+    frequencies = theta ** -(np.arange(half) / half) / slowed
     angles = np.arange(len(x_TH))[:, None] * frequencies[None]
     turned = jax.lax.complex(x_TH[:, :half], x_TH[:, half:]) * np.exp(1j * angles).astype("c8")
     return jnp.concatenate([turned.real, turned.imag], axis=-1)

@@ -55,6 +55,8 @@ def test_a_good_config():
         ({"model__path": ""}, "model.path = '': is empty; name a model, a folder or a file"),
         ({"lora__lora_dropout": 1.0}, "lora.lora_dropout = 1.0: must be at least 0 and below 1"),
         ({"data__eval_fraction": 1}, "data.eval_fraction = 1.0: must be at least 0 and below 1"),
+        ({"data__chat_template_kwargs": {"tools": True}},
+         "data.chat_template_kwargs = 'tools': is what the template is given for each"),
         ({"data__template_date": "1.2.26"},
          "data.template_date = '1.2.26': is not a date; write it as 2026-01-31"),
         ({"optim__b1": 1.0}, "optim.b1 = 1.0: must be at least 0 and below 1"),

@@ -144,7 +144,7 @@ def test_the_cache_is_written_in_place():
     m = tiny.model(num_hidden_layers=16)
     base, slots = tiny.weights(m), 2048
     static = generate._Static(m, sampling.GREEDY, np.dtype("float32"))
-    cache = m.family.empty_cache(m.config, 2, slots, jnp.float32)
+    cache = m.empty_cache(2, slots, jnp.float32)
     state = generate._Rows(
         jnp.ones(2, jnp.int32),
         jnp.ones(2, jnp.int32),

@@ -270,6 +270,11 @@ ONE = "--prompt=x"
         ([ONE, "--qtype=nf4", "--tile-size=2"], r"^--tile-size = 2: layers.*nf4 keeps two codes"),
         ([ONE, "--qtype=int3"], r"^--qtype = 'int3': must be one of 'none', 'int8', 'int4'"),
         ([ONE, "--raw", "--system=x"], r"^--system = 'x': is part of a chat template"),
+        ([ONE, "--raw", "--chat-template-kwargs={'x': True}"],
+         r"^--chat-template-kwargs = {'x': True}: is part of a chat template"),
+        ([ONE, "--chat-template-kwargs={'x': None}"],
+         r"^--chat-template-kwargs = {'x': None}: must be a dict from names to True or False"),
+        ([ONE, "--chat-template-kwargs={'tools': 1}"], r"kwargs = 'tools': is what the template"),
         ([ONE, "--output=x.csv"], r"^--output = 'x.csv': is neither a .jsonl nor a .txt file"),
         ([ONE, "--output=nonsuch/x.txt", "--use=x"], r"^--use = 'x': is no adapter; known: base"),
         ([ONE, "--adapter=a=x", "--use=b"], r"^--use = 'b': is no adapter; .*a"),
@@ -320,6 +325,18 @@ def test_a_row_that_is_no_prompt(tmp_path, line, message):
     with pytest.raises(errors.DataError, match=message) as caught:
         generate.main(["--model=tiny", f"--prompts-file={path}", "--system=x"])
     assert len(caught.value.problems) == 2
+
+
+def test_options_reach_the_chat_template(monkeypatch):
+    template = "{{ messages[0].content }}{{ 'abc' if loud else '' }}"
+    with_tokenizer(monkeypatch, chat_template=template)
+    found = []
+    for given in ({}, {"loud": True}):
+        options = speaker.ModelOptions("tiny", chat_template_kwargs=given)
+        talker = speaker.load_speaker(options, {})
+        messages = [{"role": "user", "content": "x"}]
+        found.append(talker.tokenizer.decode(talker.ids(messages, where="", max_new_tokens=1)))
+    assert found == ["x", "xabc"]
 
 
 def test_messages_need_a_template(tmp_path):

@@ -1,5 +1,6 @@
 """GGUF files: block types, row order, metadata, and one clear error for each kind of damage."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -10,9 +11,11 @@ import ml_dtypes
 import model_files
 import numpy as np
 import pytest
+import tiny
 
 from purelora import errors
 from purelora.io import builtin, gguf, gguf_file, source
+from purelora.models import causal_lm
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
 SMOLLM2 = json.loads((ORACLES / "smollm2_135m.json").read_text(encoding="utf-8"))
@@ -281,6 +284,73 @@ def test_metadata_that_cannot_be_used(tmp_path, changes, message):
 def test_other_architectures_are_named(tmp_path):
     model_files.write_gguf(tmp_path / "a.gguf", {}, {}, arch="gemma3")
     with pytest.raises(errors.ModelError, match="ture = 'gemma3': is an arch.*known: llama"):
+        gguf.open_file(str(tmp_path / "a.gguf"))
+
+
+def random_arrays(model) -> dict[str, np.ndarray]:
+    """Random weights by Hugging Face name."""
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.standard_normal(model.flat_infos[path].file_shape).astype(np.float32)
+        for path, names in model.hf_names.items()
+        for name in names
+    }
+
+
+def write_arch(path, arch: str, **changes):
+    """A GGUF file of an architecture that orders rows as Hugging Face does; its config, arrays."""
+    config = tiny.hf_config(arch, **changes)
+    model = causal_lm.from_hf(config, "config.json", dtype="float32")
+    arrays = random_arrays(model)
+    head_dim = model.config.head_dim
+    fields = model_files.llama_fields(config | {"head_dim": head_dim}, arch)
+    model_files.write_gguf(
+        path,
+        fields | {f"{arch}.attention.key_length": head_dim, "tokenizer.ggml.model": "none"},
+        {model_files.gguf_name(name): (array, "F32") for name, array in arrays.items()},
+        arch=arch,
+    )
+    return model, arrays
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [("qwen2", {}), ("qwen2", {"tie_word_embeddings": False}), ("qwen3", {}),
+     ("qwen3", {"attention_bias": True})],
+)  # fmt: skip
+def test_other_architectures_are_read(tmp_path, arch, changes):
+    model, arrays = write_arch(tmp_path / "a.gguf", arch, **changes)
+    found = gguf.open_file(str(tmp_path / "a.gguf"))
+    assert found.shapes() == {name: array.shape for name, array in arrays.items()}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.read(name).array, array, err_msg=name)
+    read = causal_lm.from_hf(found.config, "a.gguf", dtype="float32").config
+    assert read.rms_norm_eps == np.float32(model.config.rms_norm_eps)
+    assert dataclasses.replace(read, rms_norm_eps=model.config.rms_norm_eps) == model.config
+
+
+@pytest.mark.reference
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("arch", "changes"), [("qwen2", {}), ("qwen3", {"head_dim": 128})])
+def test_transformers_reads_the_same_of_other_architectures(tmp_path, arch, changes):
+    """It takes the heads of every Qwen3 for those of 128."""
+    transformers = pytest.importorskip("transformers")
+    write_arch(tmp_path / "a.gguf", arch, **changes)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        str(tmp_path), gguf_file="a.gguf", dtype="float32"
+    )
+    found = gguf.open_file(str(tmp_path / "a.gguf"))
+    state = theirs.state_dict()
+    for name in found.shapes():
+        np.testing.assert_array_equal(found.read(name).array, state[name].numpy(), err_msg=name)
+    assert set(state) - set(found.shapes()) <= {"lm_head.weight"}
+
+
+def test_yarn_with_factors_of_its_own_is_refused(tmp_path):
+    changes = {"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 1.0}
+    changes = {f"llama__{key}": value for key, value in changes.items()}
+    model_files.write_tiny_gguf(tmp_path / "a.gguf", **changes)
+    with pytest.raises(errors.ModelError, match="llama.rope.scaling.attn_factor = 1.0: is not"):
         gguf.open_file(str(tmp_path / "a.gguf"))
 
 

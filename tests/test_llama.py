@@ -11,7 +11,7 @@ import tiny
 from purelora import errors, params, step
 from purelora import tree as trees
 from purelora.io import builtin
-from purelora.models import attention, causal_lm, layers
+from purelora.models import causal_lm, layers
 
 VARIANTS = {
     "tied": {},
@@ -48,8 +48,8 @@ def adapted():
 
 
 def hidden(m, base, trainable, inputs, *, scan=True, remat=False):
-    return m.family.hidden(
-        m.bind(base, trainable), inputs, m.config, dtype=jnp.float32, scan_layers=scan, remat=remat
+    return m.hidden(
+        m.bind(base, trainable), inputs, dtype=jnp.float32, scan_layers=scan, remat=remat
     )
 
 
@@ -95,7 +95,7 @@ def hf_weights(m: causal_lm.CausalLM, base, torch):
     """The base by Hugging Face's names; kernels are [out, in] there."""
     found = {}
     for path, array in trees.flatten(base).items():
-        names = m.family.hf_names(m.config, path)
+        names = m.hf_names[path]
         for name, value in zip(names, array if len(names) > 1 else [array], strict=True):
             is_kernel = path.endswith("proj.weight")
             found[name] = torch.tensor(
@@ -253,10 +253,10 @@ def test_cache_is_the_whole_sequence(adapted):
 
     @jax.jit
     def run(chunk, positions, cache):
-        return m.family.hidden_cached(bound, chunk, positions, cache, m.config, dtype=jnp.float32)
+        return m.hidden_cached(bound, chunk, positions, cache, dtype=jnp.float32)
 
     place = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    empty = m.family.empty_cache(m.config, 2, 12, jnp.float32)
+    empty = m.empty_cache(2, 12, jnp.float32)
     got, cache = run(tokens[:, :6], place[:, :6], empty)
     np.testing.assert_allclose(got, want[:, :6], rtol=0, atol=1e-5)
     # Row 0 goes on at position 6; row 1 was only 4 long, so its next position is 4.
@@ -267,38 +267,6 @@ def test_cache_is_the_whole_sequence(adapted):
         np.testing.assert_allclose(
             got[:, 0], want[np.arange(2), starts + offset], rtol=0, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("block", [4, 5, 128])
-def test_attention_in_blocks_is_softmax_attention(monkeypatch, block):
-    """Values and gradients, with groups, segments and padding, in one block and in several."""
-    monkeypatch.setattr(attention, "_LEAST_BLOCK", block)
-    rng = np.random.default_rng(0)
-    q, k, v, g = (
-        jnp.asarray(rng.standard_normal((2, 13, n, 8)), jnp.float32) for n in (4, 2, 2, 4)
-    )
-    segments = jnp.array([[1] * 6 + [2] * 5 + [0] * 2, [1] * 13])
-    mask = np.tril(np.ones((1, 13, 13), bool)) & (segments[:, :, None] == segments[:, None, :])
-
-    def plain_attention(q, k, v):
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3
-        probs = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bnts,bsnh->btnh", probs, v)
-
-    def blocked(q, k, v):
-        return attention.causal_attention(q, k, v, segments, 0.3)
-
-    def run(attend):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, pull(g)
-
-    chex.assert_trees_all_close(
-        jax.jit(run, static_argnums=0)(blocked),
-        jax.jit(run, static_argnums=0)(plain_attention),
-        rtol=0,
-        atol=2e-5,
-    )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +313,7 @@ def test_all_wrong_fields_are_named_at_once():
 
 def test_hf_names_cover_every_layer():
     m = tiny.model(tie_word_embeddings=False, attention_bias=True)
-    names = [n for path in m.flat_infos for n in m.family.hf_names(m.config, path)]
+    names = [n for path in m.flat_infos for n in m.hf_names[path]]
     assert len(names) == len(set(names)) == 3 + tiny.LAYERS * (9 + 4)
     assert {"model.layers.2.self_attn.q_proj.bias", "lm_head.weight", "model.norm.weight"} <= set(
         names

@@ -9,7 +9,7 @@ import qwix
 import tiny
 from flax import nnx
 
-from purelora import errors, info, lora, targets
+from purelora import artefact, errors, info, lora, targets
 from purelora import tree as trees
 
 ATTN, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -35,6 +35,14 @@ def modules(*leaves: str, layers=range(tiny.LAYERS)) -> set[str]:
     }
 
 
+def test_a_word_is_a_list_to_peft():
+    settings = tiny.lora_config(target_modules="attention", layers_to_transform=(0, 2))
+    m = tiny.model().adapted(settings)
+    found = artefact.adapter_config(m, settings, "tiny")
+    assert found.layers_to_transform is None
+    assert set(found.target_modules) == modules(*ATTN, layers=[0, 2])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_all_linear_is_all_but_the_head(tied):
     assert names("all-linear", tie_word_embeddings=tied) == modules(*ATTN, *MLP)
@@ -52,6 +60,8 @@ def test_all_linear_is_all_but_the_head(tied):
         (r".*\.(q|v)_proj", (), modules("q_proj", "v_proj")),
         (r"model\.layers\.[02]\.mlp\..*", (), modules(*MLP, layers=[0, 2])),
         ("lm_head", (), {"lm_head"}),
+        ("attention", (), modules(*ATTN)),
+        ("mlp", ["up_proj"], modules("gate_proj", "down_proj")),
         ("all-linear", ["mlp.down_proj"], modules(*ATTN, "gate_proj", "up_proj")),
         ("all-linear", r".*layers\.0\..*", modules(*ATTN, *MLP, layers=[1, 2])),
         (["q_proj", "k_proj"], ["layers.1.self_attn.q_proj"],

@@ -55,12 +55,30 @@ def head(table, adapters=None, frozen=True, gather=params.whole) -> params.Modul
     )
 
 
-def plain_sum(x, table, adapters, targets, weights):
+def plain_sum(x, table, adapters, targets, weights, softcap=None):
     logits = x.astype(jnp.float32) @ table.T
     if adapters is not None:
         logits = logits + 2.0 * (x.astype(jnp.float32) @ adapters[0] @ adapters[1])
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (nll * weights).sum()
+
+
+def test_soft_cap(data):
+    """Of the whole logits, base and adapters together; values and all gradients."""
+    x, table, adapters, targets, weights = data
+
+    def chunked(x, adapters):
+        own = head(table, adapters)
+        return loss.xent_sum(x, own, targets, weights, chunk_tokens=8, softcap=3.0)
+
+    def plain(x, adapters):
+        return plain_sum(x, table, adapters, targets, weights, softcap=3.0)
+
+    got = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(x, adapters)
+    want = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(x, adapters)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

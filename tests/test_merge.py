@@ -15,7 +15,7 @@ import test_artefact
 import tiny
 
 from purelora import adapters as adapters_command
-from purelora import arithmetic, artefact, errors, merge, quant
+from purelora import arithmetic, artefact, errors, merge, quant, specs
 from purelora import tree as trees
 from purelora.io import builtin, peft
 from purelora.io import load as weights
@@ -74,8 +74,8 @@ def bases(tmp_path_factory) -> dict[bool, Base]:
 def loaded(path: str) -> tuple[causal_lm.CausalLM, trees.Tree]:
     opened = builtin.open_model(path)
     model = causal_lm.from_hf(opened.source.config, path, dtype="float32")
-    placed = jax.tree.map(lambda _: jax.devices()[0], model.infos)
-    placed = jax.tree.map(jax.sharding.SingleDeviceSharding, placed)
+    mesh = tiny.mesh()
+    placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
     return model, weights.load(opened.source, model, model.infos, placed).tree
 
 

@@ -70,12 +70,13 @@ def ids(case: Case) -> str:
 
 
 @functools.cache
-def plain_gradients(is_lora: bool, kv_heads: int):
+def plain_gradients(is_lora: bool, kv_heads: int, family: str, depth: int):
     """`(trainable, base, batch) -> (loss, gradient)` sums of the independent model."""
 
     def loss_sum(trainable, base, batch: step.Batch) -> jax.Array:
         weights = plain.merged(base, trainable, SCALING) if is_lora else trees.flatten(trainable)
-        config = tiny.hf_config(**Case(kv_heads=kv_heads).heads)
+        heads = Case(kv_heads=kv_heads).heads
+        config = tiny.hf_config(family, num_hidden_layers=depth, **heads)
         return plain.loss_sum(weights, batch.tokens, batch.targets, batch.weights, config)
 
     return jax.jit(jax.value_and_grad(loss_sum))
@@ -85,9 +86,8 @@ def expected(case: Case, batch: step.Batch):
     """Loss sum and mean gradient of a flat batch."""
     trainer = tiny.trainer(case)
     base = plain.dequantised(jax.device_get(trainer.base))
-    loss, grads = plain_gradients(case.lora, case.kv_heads)(
-        jax.device_get(trainer.trainable), base, batch
-    )
+    gradients = plain_gradients(case.lora, case.kv_heads, case.family, case.layers)
+    loss, grads = gradients(jax.device_get(trainer.trainable), base, batch)
     return loss, jax.tree.map(lambda g: g / np.float32(batch.weights.sum()), grads)
 
 
@@ -359,8 +359,8 @@ def test_dropout_differs_by_layer():
     def hidden(layer: int, rate: float) -> jax.Array:
         m = tiny.with_lora(plain_model, [f"layers.{layer}.self_attn.o_proj"])
         dropout = layers.Dropout(jax.random.key(3), jnp.arange(2), rate)
-        return m.family.hidden(
-            m.bind(base, tiny.adapters(m)), tiny.inputs(tiny.tokens(2)), m.config,
+        return m.hidden(
+            m.bind(base, tiny.adapters(m)), tiny.inputs(tiny.tokens(2)),
             dtype=jnp.float32, scan_layers=True, remat=False, dropout=dropout,
         )  # fmt: skip
 
@@ -371,13 +371,14 @@ def test_dropout_differs_by_layer():
 def test_dropout_masks_differ_by_module_and_row_and_keep_the_mean():
     x = jnp.ones((4, 8, 64))
     dropout = layers.Dropout(jax.random.key(0), jnp.arange(4), 0.25)
-    a, b = dropout(x, "layers.self_attn.q_proj"), dropout(x, "layers.self_attn.k_proj")
+    attn = tiny.model().bind(tiny.weights(tiny.model()), {})["layers"]["self_attn"]
+    a, b = dropout(x, attn["q_proj"]), dropout(x, attn["k_proj"])
     assert not np.array_equal(a, b)
     assert not np.array_equal(a[0], a[1])
     np.testing.assert_allclose(np.unique(a), [0, 1 / 0.75], rtol=1e-6)
     np.testing.assert_allclose(a.mean(), 1, atol=0.05)
     moved = layers.Dropout(jax.random.key(0), jnp.arange(2, 6), 0.25)
-    np.testing.assert_array_equal(moved(x, "layers.self_attn.q_proj")[0], a[2])
+    np.testing.assert_array_equal(moved(x, attn["q_proj"])[0], a[2])
 
 
 @pytest.mark.parametrize(

@@ -567,3 +567,16 @@ def test_a_byte_order_mark_in_a_template_is_no_text(tmp_path):
     messages = [{"role": "user", "content": "x"}]
     text = compiled.render(messages, tools=None, add_generation_prompt=False, where="here")
     assert text == "x"
+
+
+def test_options_reach_the_chat_template(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{{ ' thinks' if enable_thinking else '' }}")
+    chosen = f"--config.data.chat_template={template}"
+    for given, wanted in (("True", "x thinks"), ("False", "x")):
+        option = f"--config.data.chat_template_kwargs={{'enable_thinking': {given}}}"
+        settings = cli.parse([TINY, chosen, option], flags=()).config
+        compiled = data_load.compile_template(settings, builtin.tiny().tokenizer)
+        messages = [{"role": "user", "content": "x"}]
+        text = compiled.render(messages, tools=None, add_generation_prompt=False, where="here")
+        assert text == wanted

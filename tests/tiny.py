@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,8 @@ from purelora import config, info, optim, quant, rules, specs, state, step
 from purelora import tree as trees
 from purelora.models import causal_lm, layers
 
-VOCAB, LENGTH, ROWS, LAYERS = 64, 12, 32, 3
+VOCAB, LAYERS = families.VOCAB, families.LAYERS
+LENGTH, ROWS = 12, 32
 LEARNING_RATE = 64.0  # A power of two, so that gradients are read off an SGD step without rounding.
 
 
@@ -27,26 +29,15 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def hf_config(**changes: Any) -> dict[str, Any]:
-    """A Llama config.json with `changes`; a change to None removes the key."""
-    base = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
+def hf_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
+    """The config.json of one of `families`, with `changes`; a change to None removes the key."""
+    base = families.CONFIGS[family]
     return {key: value for key, value in (base | changes).items() if value is not None}
 
 
-def model(**changes: Any) -> causal_lm.CausalLM:
+def model(family: str = "llama", **changes: Any) -> causal_lm.CausalLM:
     """A model without adapters."""
-    return causal_lm.from_hf(hf_config(**changes), "config.json", dtype="float32")
+    return causal_lm.from_hf(hf_config(family, **changes), "config.json", dtype="float32")
 
 
 def lora_config(**changes: Any) -> config.LoraConfig:
@@ -210,6 +201,7 @@ class Case:
     head: bool = False  # Adapters on the (tied) head too.
     keep_gathered: bool = False
     kv_heads: int = 2
+    family: str = "llama"
     changes: tuple[tuple[str, Any], ...] = ()  # Of the adapters' settings.
     model: tuple[tuple[str, Any], ...] = ()  # Of the config.json.
     rules: tuple[str, ...] = ()  # In place of the usual ones.
@@ -226,6 +218,7 @@ class Case:
             name for name, _ in self.changes + self.model
         ]
         flags += ["rules"] if self.rules else []
+        flags += [self.family] if self.family != "llama" else []
         return "-".join([base, f"{self.data}x{self.fsdp}x{self.tensor}", f"M{self.accum}", *flags])
 
 
@@ -258,7 +251,7 @@ class Trainer:
 @functools.cache
 def trainer(case: Case) -> Trainer:
     """The step of a case; compiled at its first call and shared by all tests of the process."""
-    plain = model(num_hidden_layers=case.layers, **case.heads, **dict(case.model))
+    plain = model(case.family, num_hidden_layers=case.layers, **case.heads, **dict(case.model))
     targets = ".*(proj|lm_head)" if case.head else "all-linear"
     m = with_lora(plain, targets, **dict(case.changes)) if case.lora else plain
     base, base_infos = quantised(m, weights(m), case.qtype, case.tile)

@@ -86,7 +86,7 @@ def compile_template(
     return chat.compile_template(
         source,
         special_tokens=tokenizer.special_tokens,
-        options={},
+        options=settings.data.chat_template_kwargs,
         now=datetime.datetime.combine(day, datetime.time()),
     )
 

@@ -25,6 +25,8 @@ class Arch:
       implied: config keys that the architecture's name alone settles.
       top: GGUF names of the tensors outside the layers, without `.weight`, to Hugging Face's.
       layer: the same for the tensors of a layer, without `blk.N.`.
+      biases: config keys that say whether all projections of a part of a layer have biases, with
+        that part.
       permuted: the tensors whose rows are stored in the order of interleaved rotary embeddings,
         with the config key that holds their number of heads.
     """
@@ -34,31 +36,48 @@ class Arch:
     implied: Mapping[str, Any]
     top: Mapping[str, str]
     layer: Mapping[str, str]
-    permuted: Mapping[str, str]
+    biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    permuted: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 ARCHS: Mapping[str, Arch] = {
     "llama": Arch(
         model_type="llama",
         architecture="LlamaForCausalLM",
         implied={"hidden_act": "silu"},
-        top={
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-        },
-        layer={
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
+        top=_TOP,
+        layer=_LAYER,
+        biases={"attention_bias": "self_attn", "mlp_bias": "mlp"},
         permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+    ),
+    "qwen2": Arch(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        implied={"hidden_act": "silu", "use_sliding_window": False},
+        top=_TOP,
+        layer=_LAYER,
+    ),
+    "qwen3": Arch(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        implied={"hidden_act": "silu", "use_sliding_window": False},
+        top=_TOP,
+        layer=_LAYER | _QK_NORMS,
+        biases={"attention_bias": "self_attn"},
     ),
 }
 
@@ -210,10 +229,10 @@ def _translate_config(
         "architectures": [arch.architecture],
         **arch.implied,
         "tie_word_embeddings": "lm_head.weight" not in names,
-        "attention_bias": any(
-            name.endswith("_proj.bias") and ".self_attn." in name for name in names
-        ),
-        "mlp_bias": any(name.endswith("_proj.bias") and ".mlp." in name for name in names),
+        **{
+            key: any(name.endswith("_proj.bias") and f".{part}." in name for name in names)
+            for key, part in arch.biases.items()
+        },
     }
     for suffix, kind, key in _CONFIG_KEYS:
         value = container.field(f"{prefix}.{suffix}", kind)
@@ -314,6 +333,7 @@ def _rope_scaling(
     linear = container.field(f"{prefix}.rope.scale_linear", float)
     if kind not in (None, "none"):
         scaling["rope_type"] = kind
+        _check_yarn(container, prefix, kind)
         for suffix, value_kind, key in _SCALING_KEYS:
             value = container.field(f"{prefix}.{suffix}", value_kind)
             if value is not None:
@@ -328,6 +348,16 @@ def _rope_scaling(
             where, None, f"comes on top of {prefix}.rope.scaling", "use the safetensors folder"
         )
     return _llama3_scaling(where, container.read(_ROPE_FACTORS).array.reshape(-1), config)
+
+
+def _check_yarn(container: gguf_file.Container, prefix: str, kind: str) -> None:
+    """Refuses settings of yarn that llama.cpp and Hugging Face understand differently."""
+    for suffix in ("attn_factor", "yarn_log_multiplier") if kind == "yarn" else ():
+        key = f"{prefix}.rope.scaling.{suffix}"
+        value = container.field(key, float)
+        if value is not None:
+            what, remedy = "is not read from GGUF", "use the model's safetensors folder instead"
+            raise errors.ModelError(f"{container.path}: {key}", value, what, remedy)
 
 
 def _llama3_scaling(

@@ -62,7 +62,7 @@ def load(
       ModelError: tensors that are missing, surplus or of another shape, all in one error; or a
         damaged one.
     """
-    names = {path: model.family.hf_names(model.config, path) for path in model.flat_infos}
+    names = model.hf_names
     _check_tensors(source, model, names)
     total, placed = sum(map(len, names.values())), trees.flatten(shardings)
     reader = _Reader(source)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 from purelora import config as configs
 from purelora import errors, info, lora, loss, params, targets
 from purelora import tree as trees
-from purelora.models import layers, llama
+from purelora.models import decoder, gemma2, gemma3, layers, llama, mistral, qwen2, qwen3, reading
 
-FAMILIES: tuple[ModuleType, ...] = (llama,)
+FAMILIES: tuple[decoder.Family, ...] = (llama, mistral, qwen2, qwen3, gemma2, gemma3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +39,13 @@ class CausalLM:
 
     Attributes:
       family: module with the family's functions.
-      config: the family's own config.
+      config: its sizes and settings.
       infos: declarations of the unquantised parameters.
       adaptation: what is trained beside the base; nothing without LoRA.
     """
 
-    family: ModuleType
-    config: Any
+    family: decoder.Family
+    config: reading.Config
     infos: trees.Tree
     adaptation: targets.Adaptation
 
@@ -57,19 +56,17 @@ class CausalLM:
     @functools.cached_property
     def modules(self) -> dict[str, targets.AdaptableModule]:
         """The matrices that adapters can go to."""
-        found: dict[str, targets.AdaptableModule] = self.family.modules(self.config, self.infos)
-        return found
+        return decoder.modules(self.config, self.infos)
 
     @functools.cached_property
     def hf_names(self) -> dict[str, tuple[str, ...]]:
         """Hugging Face name of each layer of every leaf."""
-        return {path: self.family.hf_names(self.config, path) for path in self.flat_infos}
+        return {path: decoder.hf_names(self.config, path) for path in self.flat_infos}
 
     @property
     def axis_counts(self) -> Mapping[str, int]:
         """Of logical axes whose elements belong together in groups: how many groups there are."""
-        counts: Mapping[str, int] = self.family.axis_counts(self.config)
-        return counts
+        return decoder.axis_counts(self.config)
 
     @property
     def is_tied(self) -> bool:
@@ -133,24 +130,32 @@ class CausalLM:
         """Weighted sum of the token losses of one micro-batch of `[B, T]` arrays."""
         bound = self.bind(base, trainable, shards)
         inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
-        x_BTD = self.family.hidden(
+        x_BTD = self.hidden(
             bound,
             inputs,
-            self.config,
             dtype=execution.dtype,
             scan_layers=execution.scan_layers,
             remat=execution.remat,
             dropout=dropout,
         )
-        head = self.family.head(bound)
         return loss.xent_sum(
             x_BTD,
-            head,
+            decoder.head(bound),
             batch.targets,
             batch.weights,
             chunk_tokens=execution.chunk_tokens,
+            softcap=self.config.final_softcap,
             dropout=dropout,
         )
+
+    def hidden(self, bound: trees.Tree, inputs: layers.Inputs, **how: Any) -> jax.Array:
+        """The activations before the head, `[B, T, D]`; see `decoder.hidden`."""
+        return decoder.hidden(self.family, self.config, bound, inputs, **how)
+
+    def head_logits(self, x: jax.Array, bound: trees.Tree, dtype: Any) -> jax.Array:
+        """Logits `[..., V]` in `dtype` of what `hidden` gives, `[..., D]`."""
+        logits = layers.adapted(x, x, decoder.head(bound), dtype)
+        return layers.softcapped(logits, self.config.final_softcap)
 
     def logits(
         self,
@@ -163,10 +168,26 @@ class CausalLM:
     ) -> jax.Array:
         """Logits `[B, T, V]` of whole sequences, in `dtype`."""
         bound = self.bind(base, trainable)
-        x_BTD = self.family.hidden(
-            bound, inputs, self.config, dtype=dtype, scan_layers=scan_layers, remat=False
+        x_BTD = self.hidden(bound, inputs, dtype=dtype, scan_layers=scan_layers, remat=False)
+        return self.head_logits(x_BTD, bound, dtype)
+
+    def empty_cache(self, rows: int, length: int, dtype: Any) -> decoder.Cache:
+        """A cache for generation: `length` slots for each of `rows` rows."""
+        return decoder.empty_cache(self.config, rows, length, dtype)
+
+    def hidden_cached(
+        self,
+        bound: trees.Tree,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: decoder.Cache,
+        *,
+        dtype: Any,
+    ) -> tuple[jax.Array, decoder.Cache]:
+        """`hidden` for generation: reads the cache and writes the slots at `positions_BT`."""
+        return decoder.hidden_cached(
+            self.family, self.config, bound, tokens_BT, positions_BT, cache, dtype=dtype
         )
-        return layers.linear(x_BTD, self.family.head(bound))
 
 
 def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
@@ -185,7 +206,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     for family in FAMILIES:
         if name in family.ARCHITECTURES:
             family_config = family.from_hf(config, where)
-            infos = family.param_infos(family_config, dtype)
+            infos = decoder.param_infos(family, family_config, dtype)
             return CausalLM(family, family_config, infos, targets.Adaptation())
     known = ", ".join(a for family in FAMILIES for a in family.ARCHITECTURES)
     raise errors.ModelError(

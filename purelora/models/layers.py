@@ -11,7 +11,7 @@ A name carries the letters of its dimensions: `x_BTD`, `logits_BTV`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from purelora import info, lora, params, quant
 from purelora import tree as trees
+from purelora.models import rope as ropes
 
 # What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
 # matmuls and of attention, and gathered weights where that is asked for. Norms, rotations and
@@ -28,7 +29,7 @@ from purelora import tree as trees
 # memory.
 SAVED_NAMES = (
     "attention_query", "attention_key", "attention_value", "attention_out", "attention_lse",
-    "after_attention", "mlp_gate", "mlp_up", "lora_xa", "gathered",
+    "after_attention", "attention_added", "mlp_gate", "mlp_up", "mlp_added", "lora_xa", "gathered",
 )  # fmt: skip
 
 
@@ -170,24 +171,28 @@ def _own_rows(
     return jnp.where(is_own, rows, count), is_own
 
 
-def rms_norm(x: jax.Array, module: params.Module, eps: float) -> jax.Array:
-    """Root mean square norm in float32 (Zhang and Sennrich 2019), scaled by the weight."""
+def rms_norm(x: jax.Array, module: params.Module, eps: float, *, offset: float = 0.0) -> jax.Array:
+    """Root mean square norm in float32 (Zhang and Sennrich 2019), times `offset` + weight."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     weight = module.weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (normed * weight).astype(x.dtype)
+    return (normed * (weight + offset)).astype(x.dtype)
 
 
-def rope_angles(
-    positions_BT: jax.Array, inv_freq: np.ndarray, attention_factor: float = 1.0
-) -> tuple[jax.Array, jax.Array]:
+def softcapped(x: jax.Array, cap: float | None) -> jax.Array:
+    """`cap · tanh(x / cap)`, or `x` itself if there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rope_angles(positions_BT: jax.Array, rope: ropes.Rope) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[B, T, 1, H/2]` of the rotary angles, in float32.
 
     bfloat16 cannot hold 257, so positions stay float32 until after the sine.
     """
-    angles = positions_BT.astype(jnp.float32)[..., None] * inv_freq.astype(np.float32)[None, None]
+    inv_freq = np.asarray(rope.inv_freq, np.float32)
+    angles = positions_BT.astype(jnp.float32)[..., None] * inv_freq[None, None]
     angles = angles[:, :, None, :]
-    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rope(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -197,9 +202,14 @@ def rope(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def cache_mask(positions_BT: jax.Array, length: int) -> jax.Array:
-    """`[B, T, S]` for a cache of `length` slots, slot s holding position s: s <= position."""
-    return jnp.arange(length)[None, None, :] <= positions_BT[:, :, None]
+def cache_mask(positions_BT: jax.Array, length: int, window: int | None = None) -> jax.Array:
+    """`[B, T, S]` for a cache of `length` slots, slot s holding position s: which of them are seen.
+
+    Those up to the position; with a window, so many of the last of these.
+    """
+    slots, positions = jnp.arange(length)[None, None, :], positions_BT[:, :, None]
+    seen = slots <= positions
+    return seen if window is None else seen & (slots > positions - window)
 
 
 def gated_mlp(
@@ -215,34 +225,64 @@ def gated_mlp(
     return linear(activation(gate_BTF) * up_BTF, mlp["down_proj"], dropout)
 
 
+Kind = int | jax.Array
+
+
+def of_kind(kind: Kind, options: Sequence[Any]) -> Any:
+    """The option (a pytree) of a layer's kind, a number; traced, it selects among arrays."""
+    if isinstance(kind, int):
+        return options[kind]
+    return jax.tree.map(lambda *arrays: jax.lax.select_n(kind, *arrays), *options)
+
+
 def run_stack(
-    block: Callable[..., tuple[jax.Array, Any]],
+    block: Callable[..., jax.Array],
     x_BTD: jax.Array,
     stack: Any,
+    kinds: Sequence[int],
     *,
     scan: bool,
     remat: bool,
-) -> tuple[jax.Array, Any]:
-    """Runs `x, out = block(x, layer)` over a stack, scanned or unrolled.
+) -> jax.Array:
+    """Runs `x = block(x, layer, kind)` over a stack, scanned or unrolled.
+
+    Layers of different kinds share one compiled body, in which the kind is a traced number; where
+    there is one kind, or nothing is scanned, it is an int.
 
     Args:
       block: one layer. What it closes over must not depend on the layer.
       x_BTD: the activations.
       stack: pytree whose arrays lead with the layer axis.
+      kinds: number of each layer's kind.
       scan: one compiled body for all layers, or every layer compiled by itself.
       remat: recompute each layer in the backward pass; otherwise only what is cheap, see
         `SAVED_NAMES`.
-
-    Returns:
-      The activations and the stacked `out`s.
     """
     policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
     # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
-    block = jax.checkpoint(block, prevent_cse=not scan, policy=policy)
+    rematted = functools.partial(jax.checkpoint, prevent_cse=not scan, policy=policy)
+
+    def run(x_BTD: jax.Array, layer: Any, kind: Kind) -> jax.Array:
+        out: jax.Array = (
+            rematted(functools.partial(block, kind=kind))(x_BTD, layer)
+            if isinstance(kind, int)
+            else rematted(block)(x_BTD, layer, kind)
+        )
+        return out
+
     if scan:
-        return jax.lax.scan(block, x_BTD, stack)
-    outs = []
-    for index in range(jax.tree.leaves(stack)[0].shape[0]):
-        x_BTD, out = block(x_BTD, params.layer(stack, index))
-        outs.append(out)
-    return x_BTD, jax.tree.map(lambda *layers: jnp.stack(layers), *outs)
+        out: jax.Array = scan_stack(run, x_BTD, stack, kinds)
+        return out
+    for index, kind in enumerate(kinds):
+        x_BTD = run(x_BTD, params.layer(stack, index), kind)
+    return x_BTD
+
+
+def scan_stack(
+    body: Callable[[Any, Any, Kind], Any], carry: Any, stack: Any, kinds: Sequence[int]
+) -> Any:
+    """Scans `carry = body(carry, layer, kind)` over a stack; see `run_stack`."""
+    if len(set(kinds)) == 1:
+        return jax.lax.scan(lambda c, layer: (body(c, layer, kinds[0]), None), carry, stack)[0]
+    numbers = jnp.asarray(kinds, jnp.int32)
+    return jax.lax.scan(lambda c, xs: (body(c, *xs), None), carry, (stack, numbers))[0]

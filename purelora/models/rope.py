@@ -1,8 +1,8 @@
-"""Rotary frequencies from a Hugging Face config: `default`, `linear` and `llama3`."""
+"""Rotary frequencies from a Hugging Face config: `default`, `linear`, `llama3` and `yarn`."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +17,34 @@ _FIELDS = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+# What yarn's fields mean where a file leaves them out; 0 stands for "not given".
+_YARN_OPTIONS = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 0.0,
+    "mscale": 0.0,
+    "mscale_all_dim": 0.0,
 }
 
 
-def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray:
-    """Inverse frequencies `[head_dim / 2]` in float32.
+class Rope(NamedTuple):
+    """The rotation of queries and keys.
+
+    Attributes:
+      inv_freq: inverse frequencies, one for each pair of a head, as float32 holds them.
+      attention_factor: factor of both cosine and sine; only yarn has another than 1.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+
+
+def read(
+    config: Mapping[str, Any], head_dim: int, where: str, *, absent_theta: float | None = None
+) -> Rope:
+    """The rotation that a config.json describes, if it is the same in all layers.
 
     Reads both spellings: `rope_theta` and `rope_scaling` at the top level, or everything inside
     `rope_parameters`; `type` or `rope_type`.
@@ -30,6 +53,7 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
       config: a Hugging Face config.json as a dict.
       head_dim: H.
       where: the file, for messages.
+      absent_theta: what the older format means by leaving `rope_theta` out, if it may.
 
     Raises:
       ModelError: `rope_parameters` without theta or in conflict with `rope_scaling`, an unknown
@@ -38,18 +62,56 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
     scaling = _scaling(config, where)
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None and config.get("rope_parameters") is None:
-        theta = 10000.0  # What the older format means by leaving it out, as Llama 2's files do.
+        theta = absent_theta
+    return made(scaling, theta, head_dim, where)
+
+
+def read_nested(
+    config: Mapping[str, Any], kind: str, theta: str, head_dim: int, where: str
+) -> Rope:
+    """The rotation of one kind of layers of a model that has several.
+
+    Args:
+      config: a Hugging Face config.json as a dict.
+      kind: the kind's name, as in `layer_types`; newer files have its fields in `rope_parameters`.
+      theta: the top-level field that holds its theta in older files. There `rope_scaling` is that
+        of the kind `full_attention`.
+      head_dim: H.
+      where: the file, for messages.
+
+    Raises:
+      ModelError: as `read`.
+    """
+    nested = config.get("rope_parameters")
+    if nested is not None:
+        own = nested.get(kind) if isinstance(nested, Mapping) else None
+        if not isinstance(own, Mapping):
+            what = "is missing" if own is None else "is not an object"
+            raise errors.ModelError(f"{where}: rope_parameters: {kind}", own, what, "")
+        return made(own, own.get("rope_theta"), head_dim, f"{where}: rope_parameters: {kind}")
+    if theta not in config:
+        raise errors.ModelError(f"{where}: {theta}", None, "is missing", "")
+    scaling = _scaling(config, where) if kind == "full_attention" else {}
+    return made(scaling, config[theta], head_dim, where)
+
+
+def made(scaling: Mapping[str, Any], theta: Any, head_dim: int, where: str) -> Rope:
+    """The rotation of a scaling (`rope_type` and its fields) and a theta, both checked here."""
     theta = _number(theta, f"{where}: rope_theta")
-    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     kind = _kind(scaling)
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise errors.ModelError(
             f"{where}: rope_type", kind, "is not supported", f"supported: {', '.join(_FIELDS)}"
         )
-    fields = {
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        value = scaling["partial_rotary_factor"]
+        raise errors.ModelError(f"{where}: partial_rotary_factor", value, "is not supported", "")
+    fields: dict[str, Any] = {
         name: _number(scaling.get(name), f"{where}: rope scaling {kind!r}: {name}")
         for name in _FIELDS[kind]
     }
+    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    attention_factor = 1.0
     if kind == "linear":
         frequencies = frequencies / fields["factor"]
     if kind == "llama3":
@@ -58,7 +120,14 @@ def inv_freq(config: Mapping[str, Any], head_dim: int, where: str) -> np.ndarray
             what = f"is not below high_freq_factor = {high}"
             raise errors.ModelError(f"{where}: low_freq_factor", low, what, "")
         frequencies = _llama3(frequencies, **fields)
-    return frequencies.astype(np.float32)
+    if kind == "yarn":
+        if theta <= 1:
+            what = "is not above 1, which yarn needs"
+            raise errors.ModelError(f"{where}: rope_theta", theta, what, "")
+        options = _yarn_options(scaling, where)
+        frequencies = _yarn(frequencies, theta, **fields, **options)
+        attention_factor = _yarn_attention_factor(fields["factor"], options)
+    return Rope(tuple(frequencies.astype(np.float32).tolist()), attention_factor)
 
 
 def _scaling(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -111,3 +180,55 @@ def _llama3(
     ramp = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
     ramp = np.clip(ramp, 0, 1)
     return frequencies * (ramp + (1 - ramp) / factor)
+
+
+def _yarn_options(scaling: Mapping[str, Any], where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: absent
+        if scaling.get(name) is None
+        else _number(scaling[name], f"{where}: rope scaling 'yarn': {name}")
+        for name, absent in _YARN_OPTIONS.items()
+    }
+    found["truncate"] = scaling.get("truncate", True)
+    if not isinstance(found["truncate"], bool):
+        name = f"{where}: rope scaling 'yarn': truncate"
+        raise errors.ModelError(name, found["truncate"], "is neither true nor false", "")
+    return found
+
+
+def _yarn(
+    frequencies: np.ndarray,
+    theta: float,
+    *,
+    factor: float,
+    original_max_position_embeddings: float,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+    **_: float,
+) -> np.ndarray:
+    """Waves that turn `beta_fast` times within the original context are kept, those that turn
+    `beta_slow` times slowed by `factor`, with a ramp over the pairs between (Peng et al. 2023)."""
+    pairs = len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        ratio = original_max_position_embeddings / (turns * 2 * math.pi)
+        return pairs * math.log(ratio) / math.log(theta)
+
+    low, high = pair_of(beta_fast), pair_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
+    return frequencies * (1 - ramp + ramp / factor)
+
+
+def _yarn_attention_factor(factor: float, options: Mapping[str, float]) -> float:
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if options["attention_factor"]:
+        return options["attention_factor"]
+    if options["mscale"] and options["mscale_all_dim"]:
+        return scale(options["mscale"]) / scale(options["mscale_all_dim"])
+    return scale(1.0)

@@ -1,0 +1,195 @@
+"""The parts of a decoder layer, each with the declarations of its parameters.
+
+A layer's tree says what it has: a bias, or norms of queries and keys, is used where it is declared.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import einops
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from purelora import params
+from purelora import tree as trees
+from purelora.info import ParamInfo
+from purelora.models import layers
+from purelora.models.reading import Config
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Attend(NamedTuple):
+    """What a layer does with the heads, in training or with a cache.
+
+    Attributes:
+      rotate: rotary positions of queries or keys `[B, T, N, H]`.
+      mix: (q, k, v), rotated, to (mixed values `[B, T, N, H]`, what comes out besides).
+    """
+
+    rotate: Callable[[jax.Array], jax.Array]
+    mix: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+# ---- declarations ------------------------------------------------------------------------------
+
+
+def kernel(
+    cfg: Config, n_in: int, n_out: int, axes: tuple[str, str], dtype: str, *, bias: bool = False
+) -> trees.Tree:
+    """A stacked matrix `[L, in, out]` and, if it has one, its bias `[L, out]`."""
+    L, axis_out = cfg.num_hidden_layers, axes[1]
+    weight = ParamInfo((L, n_in, n_out), dtype, ("layers", *axes), contracting=-2)
+    if not bias:
+        return {"weight": weight}
+    # What is added to the residual stream is whole, as that is.
+    bias_axis = None if axis_out == "embed" else axis_out
+    return {"weight": weight, "bias": ParamInfo((L, n_out), dtype, ("layers", bias_axis), "zeros")}
+
+
+def norm(cfg: Config, size: int, dtype: str, *, stacked: bool = True) -> trees.Tree:
+    """The weight of a norm over `size` elements, the same on every device."""
+    lead = ((cfg.num_hidden_layers,), ("layers",)) if stacked else ((), ())
+    init = "zeros" if cfg.norm_offset else "ones"
+    return {"weight": ParamInfo((*lead[0], size), dtype, (*lead[1], None), init)}
+
+
+def attention_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.Tree:
+    """Projections of queries, keys, values and outputs, and norms of the first two."""
+    D, H = cfg.hidden_size, cfg.head_dim
+    heads, kv_heads = cfg.num_attention_heads * H, cfg.num_key_value_heads * H
+    shapes = {
+        "q_proj": (D, heads, ("embed", "heads")),
+        "k_proj": (D, kv_heads, ("embed", "kv_heads")),
+        "v_proj": (D, kv_heads, ("embed", "kv_heads")),
+        "o_proj": (heads, D, ("heads", "embed")),
+    }
+    infos = {
+        name: kernel(cfg, *shape, dtype, bias=name in cfg.attention_bias)
+        for name, shape in shapes.items()
+    }
+    norms = ("q_norm", "k_norm") if qk_norm else ()
+    return infos | {name: norm(cfg, H, dtype) for name in norms}
+
+
+def mlp_infos(cfg: Config, dtype: str) -> trees.Tree:
+    """The three matrices of a gated MLP."""
+    D, F = cfg.hidden_size, cfg.intermediate_size
+    shapes = {
+        "gate_proj": (D, F, ("embed", "mlp")),
+        "up_proj": (D, F, ("embed", "mlp")),
+        "down_proj": (F, D, ("mlp", "embed")),
+    }
+    return {
+        name: kernel(cfg, *shape, dtype, bias=name in cfg.mlp_bias)
+        for name, shape in shapes.items()
+    }
+
+
+def pre_norm_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.Tree:
+    """The parameters of `pre_norm`."""
+    D = cfg.hidden_size
+    return {
+        "input_layernorm": norm(cfg, D, dtype),
+        "self_attn": attention_infos(cfg, dtype, qk_norm=qk_norm),
+        "post_attention_layernorm": norm(cfg, D, dtype),
+        "mlp": mlp_infos(cfg, dtype),
+    }
+
+
+def sandwich_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.Tree:
+    """The parameters of `sandwich`."""
+    D = cfg.hidden_size
+    return pre_norm_infos(cfg, dtype, qk_norm=qk_norm) | {
+        "pre_feedforward_layernorm": norm(cfg, D, dtype),
+        "post_feedforward_layernorm": norm(cfg, D, dtype),
+    }
+
+
+# ---- computation -------------------------------------------------------------------------------
+
+
+def normed(x: jax.Array, module: params.Module, cfg: Config) -> jax.Array:
+    """The model's root mean square norm."""
+    return layers.rms_norm(x, module, cfg.rms_norm_eps, offset=cfg.norm_offset)
+
+
+def pre_norm(
+    x_BTD: jax.Array,
+    layer: trees.Tree,
+    attend: Attend,
+    cfg: Config,
+    dropout: layers.Dropout | None,
+) -> tuple[jax.Array, Any]:
+    """Attention and MLP, each with a norm before it.
+
+    Returns the activations and what `attend` gives besides its output.
+    """
+    with jax.named_scope("attention"):
+        inner = normed(x_BTD, layer["input_layernorm"], cfg)
+        out_BTD, extra = attention(inner, layer["self_attn"], attend, cfg, dropout)
+        x_BTD = checkpoint_name(x_BTD + out_BTD, "after_attention")
+    with jax.named_scope("mlp"):
+        inner = normed(x_BTD, layer["post_attention_layernorm"], cfg)
+        return x_BTD + mlp(inner, layer["mlp"], cfg, dropout), extra
+
+
+def sandwich(
+    x_BTD: jax.Array,
+    layer: trees.Tree,
+    attend: Attend,
+    cfg: Config,
+    dropout: layers.Dropout | None,
+) -> tuple[jax.Array, Any]:
+    """Attention and MLP, each with a norm before and a norm after it; returns as `pre_norm`."""
+    with jax.named_scope("attention"):
+        inner = normed(x_BTD, layer["input_layernorm"], cfg)
+        out_BTD, extra = attention(inner, layer["self_attn"], attend, cfg, dropout)
+        out_BTD = checkpoint_name(out_BTD, "attention_added")
+        x_BTD = x_BTD + normed(out_BTD, layer["post_attention_layernorm"], cfg)
+    with jax.named_scope("mlp"):
+        inner = normed(x_BTD, layer["pre_feedforward_layernorm"], cfg)
+        out_BTD = checkpoint_name(mlp(inner, layer["mlp"], cfg, dropout), "mlp_added")
+        return x_BTD + normed(out_BTD, layer["post_feedforward_layernorm"], cfg), extra
+
+
+def attention(
+    x_BTD: jax.Array,
+    attn: trees.Tree,
+    attend: Attend,
+    cfg: Config,
+    dropout: layers.Dropout | None,
+) -> tuple[jax.Array, Any]:
+    """Grouped-query attention with rotary positions."""
+    x_BTD = attn["q_proj"].parallel.spread(x_BTD)
+    q, k, v = (
+        einops.rearrange(
+            layers.linear(x_BTD, attn[name], dropout), "B T (N H) -> B T N H", H=cfg.head_dim
+        )
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    if "q_norm" in attn:
+        # Kept for the backward pass is what the norms read: all that follows is cheap.
+        q, k = checkpoint_name(q, "attention_query"), checkpoint_name(k, "attention_key")
+        q = attend.rotate(normed(q, attn["q_norm"], cfg))
+        k = attend.rotate(normed(k, attn["k_norm"], cfg))
+    else:
+        q = checkpoint_name(attend.rotate(q), "attention_query")
+        k = checkpoint_name(attend.rotate(k), "attention_key")
+    out_BTNH, extra = attend.mix(q, k, checkpoint_name(v, "attention_value"))
+    joined = einops.rearrange(out_BTNH, "B T N H -> B T (N H)")
+    return layers.linear(joined, attn["o_proj"], dropout), extra
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": jax.nn.gelu,  # Its approximation by tanh is JAX's default.
+}
+
+
+def mlp(
+    x_BTD: jax.Array, module: trees.Tree, cfg: Config, dropout: layers.Dropout | None
+) -> jax.Array:
+    """The gated MLP with the model's activation."""
+    return layers.gated_mlp(x_BTD, module, _ACTIVATIONS[cfg.hidden_act], dropout)

@@ -1,0 +1,60 @@
+"""Gemma 2: norms before and after attention and MLP, and soft caps on scores and logits.
+
+Every second layer, from the first on, sees a sliding window. The embeddings are multiplied by the
+root of their width, and the stored weights of the norms are one less than their factors.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from purelora.models import blocks, reading
+
+ARCHITECTURES = ("Gemma2ForCausalLM",)
+
+layer_infos, block = blocks.sandwich_infos, blocks.sandwich
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
+    """Reads a config.json.
+
+    What the format defines where it is left out: the head is the embedding, no biases, and the
+    order of the layers. The window must be there, and the soft caps, if only as null.
+
+    Raises:
+      ModelError: a missing or wrong field; all of them in one error.
+    """
+    reader = reading.Reader(config, where)
+    heads = reader.heads(has_head_dim=True)
+    reader.unused(partial_rotary_factor=1)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        reader.stated(name)
+    full = reading.Kind(reader.one_rope(heads["head_dim"]))
+    sliding = reading.Kind(full.rope, reader.size("sliding_window"))
+    count = reader.size("num_hidden_layers")
+    absent = [reading.FULL if i % 2 else reading.SLIDING for i in range(count)]
+    types = reader.layer_types(absent)
+    return reader.config(
+        **heads,
+        **settings(reader),
+        layer_kinds=tuple(sliding if name == reading.SLIDING else full for name in types),
+        is_tied=True,
+    )
+
+
+def settings(reader: reading.Reader) -> dict[str, Any]:
+    """What this generation and the next have in common."""
+    reader.unused(use_bidirectional_attention=False)
+    return {
+        "hidden_act": reader.choice("hidden_activation", "gelu_pytorch_tanh"),
+        "attention_bias": blocks.ATTENTION if reader.flag("attention_bias") else (),
+        "attention_scale": reader.positive("query_pre_attn_scalar") ** -0.5,
+        "attn_softcap": _softcap(reader, "attn_logit_softcapping"),
+        "final_softcap": _softcap(reader, "final_logit_softcapping"),
+        "embedding_scale": math.sqrt(reader.size("hidden_size")),
+        "norm_offset": 1.0,
+    }
+
+
+def _softcap(reader: reading.Reader, name: str) -> float | None:
+    return None if reader.fields.get(name) is None else reader.positive(name)

@@ -1,0 +1,56 @@
+"""Gemma 3 (text): Gemma 2's layers without soft caps, with norms of queries and keys.
+
+Five layers see a sliding window, the sixth everything, and so on; what is left over at the end sees
+the window. The two kinds rotate by different thetas.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from purelora.models import blocks, gemma2, reading
+
+ARCHITECTURES = ("Gemma3ForCausalLM",)
+
+layer_infos = functools.partial(blocks.sandwich_infos, qk_norm=True)
+block = blocks.sandwich
+
+# Names of the field that holds the number of layers from one that sees everything to the next.
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
+    """Reads a config.json.
+
+    What the format defines where it is left out: the head is the embedding, no biases, no soft
+    caps. The kinds of the layers must be there as `layer_types` or `sliding_window_pattern`, and
+    both thetas.
+
+    Raises:
+      ModelError: a missing or wrong field; all of them in one error.
+    """
+    reader = reading.Reader(config, where)
+    heads = reader.heads(has_head_dim=True)
+    head_dim = heads["head_dim"]
+    kinds = {
+        reading.FULL: reading.Kind(reader.nested_rope(reading.FULL, "rope_theta", head_dim)),
+        reading.SLIDING: reading.Kind(
+            reader.nested_rope(reading.SLIDING, "rope_local_base_freq", head_dim),
+            reader.size("sliding_window"),
+        ),
+    }
+    return reader.config(
+        **heads,
+        **gemma2.settings(reader),
+        layer_kinds=tuple(kinds[name] for name in _layer_types(reader)),
+        is_tied=True,
+    )
+
+
+def _layer_types(reader: reading.Reader) -> list[str]:
+    count, pattern = reader.size("num_hidden_layers"), 1
+    if reader.fields.get("layer_types") is None:
+        named = [name for name in _PATTERNS if reader.fields.get(name) is not None]
+        pattern = reader.size(named[0] if named else _PATTERNS[0])
+    types = [reading.SLIDING if (i + 1) % pattern else reading.FULL for i in range(count)]
+    return list(reader.layer_types(types))

@@ -1,0 +1,47 @@
+"""Qwen2 and Qwen2.5: Llama's layers with biases on the projections of queries, keys and values.
+
+With `use_sliding_window` the layers from `max_window_layers` on see a window only; the published
+models leave that off. Long context is yarn's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from purelora.models import blocks, reading
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+
+layer_infos, block = blocks.pre_norm_infos, blocks.pre_norm
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
+    """Reads a config.json; `head_dim`, window settings and `tie_word_embeddings` may be left out.
+
+    Raises:
+      ModelError: a missing or wrong field; all of them in one error.
+    """
+    reader = reading.Reader(config, where)
+    heads = reader.heads()
+    return reader.config(
+        **heads,
+        hidden_act=reader.choice("hidden_act", "silu"),
+        attention_bias=("q_proj", "k_proj", "v_proj"),
+        layer_kinds=layer_kinds(reader, heads["head_dim"]),
+    )
+
+
+def layer_kinds(reader: reading.Reader, head_dim: int) -> tuple[reading.Kind, ...]:
+    """How the layers of a Qwen model attend, by `layer_types` or the older fields."""
+    reader.unused(partial_rotary_factor=1)
+    count, full = reader.size("num_hidden_layers"), reading.Kind(reader.one_rope(head_dim))
+    absent = [reading.FULL] * count
+    has_window = reader.flag("use_sliding_window")
+    if has_window and reader.fields.get("layer_types") is None:
+        first = reader.size("max_window_layers", least=0)
+        absent = [reading.FULL if i < first else reading.SLIDING for i in range(count)]
+    types = reader.layer_types(absent)
+    if reading.SLIDING not in types:
+        return (full,) * count
+    reader.check(has_window, "use_sliding_window", False, "does not go with these layer_types")
+    sliding = reading.Kind(full.rope, reader.size("sliding_window"))
+    return tuple(sliding if name == reading.SLIDING else full for name in types)

@@ -1,0 +1,213 @@
+"""Reads a config.json into what the decoder needs to know, and names all that is wrong with it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from purelora import errors
+from purelora.models import rope
+
+# No model comes near these; a damaged file that does would be worked on for minutes.
+_MOST_LAYERS, _LARGEST_SIZE = 10_000, 2**24
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How the layers of one kind attend.
+
+    Attributes:
+      rope: rotation of queries and keys.
+      window: how many positions a token sees, itself and those before it; None: all.
+    """
+
+    rope: rope.Rope
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes and settings of one decoder; named as in Hugging Face's config.json where it has them.
+
+    Attributes:
+      layer_kinds: how each layer attends.
+      attention_scale: factor of the scores.
+      attention_bias, mlp_bias: names of the modules that have a bias.
+      norm_offset: what the stored weights of norms are less than their factors.
+      attn_softcap, final_softcap: c in c·tanh(x / c) of the scores and of the logits; None: as is.
+      embedding_scale: factor of the embeddings.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    hidden_act: str
+    layer_kinds: tuple[Kind, ...]
+    attention_scale: float
+    attention_bias: tuple[str, ...] = ()
+    mlp_bias: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
+    embedding_scale: float = 1.0
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of layers that there are, in the order in which they first come."""
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    @property
+    def kind_numbers(self) -> tuple[int, ...]:
+        """Number of each layer's kind among `kinds`."""
+        kinds = self.kinds
+        return tuple(kinds.index(kind) for kind in self.layer_kinds)
+
+
+class Reader:
+    """Reads fields of a config.json and collects what is wrong with them.
+
+    A field that is wrong gets a stand-in, so that the others are read too; `config` raises then.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], where: str):
+        self.fields, self.where = fields, where
+        self.problems: list[errors.Problem] = []
+
+    def check(self, good: object, name: str, value: object, what: str) -> None:
+        """Notes a problem of the field `name` unless `good`; once, if it is found again."""
+        problem = errors.Problem(f"{self.where}: {name}", value, what, "")
+        if not good and problem not in self.problems:
+            self.problems.append(problem)
+
+    def size(self, name: str, absent: int | None = None, *, least: int = 1) -> int:
+        """An integer, positive or from `least` on; `absent` is what leaving the field out means."""
+        value = self.fields.get(name)
+        if value is None and absent is not None:
+            return absent
+        largest = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_SIZE
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest:
+            return value
+        self.check(False, name, value, "is missing" if value is None else "is not a size")
+        return 1
+
+    def positive(self, name: str) -> float:
+        """A positive number."""
+        value = self.fields.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30:
+            return float(value)
+        self.check(False, name, value, "is missing" if value is None else "is not a number > 0")
+        return 1.0
+
+    def flag(self, name: str, *, absent: bool = False) -> bool:
+        """True or false; `absent` is what the format means where the field is left out."""
+        value = self.fields.get(name, absent)
+        self.check(isinstance(value, bool), name, value, "is neither true nor false")
+        return bool(value)
+
+    def choice(self, name: str, known: str) -> str:
+        """The one value that is supported, which is also the format's if the field is left out."""
+        value = self.fields.get(name, known)
+        self.check(value == known, name, value, f"is not supported; only {known!r} is")
+        return known
+
+    def stated(self, name: str) -> bool:
+        """Whether a field that the file must hold has another value than null."""
+        self.check(name in self.fields, name, None, "is missing")
+        return self.fields.get(name) is not None
+
+    def unused(self, **neutral: object) -> None:
+        """Refuses fields of another value than null or the neutral one."""
+        for name, value in neutral.items():
+            found = self.fields.get(name)
+            good = found is None or found == value
+            self.check(good, name, found, "is not supported by this family")
+
+    def layer_types(self, absent: Sequence[str]) -> Sequence[str]:
+        """The name of each layer's kind; `absent` is the family's own order of them."""
+        types = self.fields.get("layer_types")
+        if types is None:
+            return absent
+        count = self.size("num_hidden_layers")
+        if not isinstance(types, list) or len(types) != count:
+            self.check(False, "layer_types", types, f"is not a list of {count} layers")
+            return absent
+        unknown = [name for name in types if name not in (SLIDING, FULL)]
+        self.check(not unknown, "layer_types", unknown, f"are not among {SLIDING}, {FULL}")
+        return absent if unknown else types
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Adds the problems of a ModelError raised inside."""
+        try:
+            yield
+        except errors.ModelError as error:
+            self.problems.extend(error.problems)
+
+    def heads(self, *, has_kv_heads: bool = True, has_head_dim: bool = False) -> dict[str, Any]:
+        """The numbers of heads and their size.
+
+        Args:
+          has_kv_heads: whether the file must state their number; else it may be that of all heads.
+          has_head_dim: whether the file must state the size; else it may follow from the others.
+        """
+        heads, hidden = self.size("num_attention_heads"), self.size("hidden_size")
+        is_derived = not has_head_dim and self.fields.get("head_dim") is None
+        kv_heads = self.size("num_key_value_heads", absent=None if has_kv_heads else heads)
+        head_dim = max(hidden // heads, 1) if is_derived else self.size("head_dim")
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        if self.problems:
+            return {**sizes, "head_dim": head_dim}
+        divides = f"does not divide num_attention_heads = {heads}"
+        self.check(heads % kv_heads == 0, "num_key_value_heads", kv_heads, divides)
+        if is_derived:
+            what = f"does not divide hidden_size = {hidden}, and there is no head_dim"
+            self.check(hidden % heads == 0, "num_attention_heads", heads, what)
+        name, value = ("num_attention_heads", heads) if is_derived else ("head_dim", head_dim)
+        odd = f"makes heads of {head_dim}" if is_derived else "is odd"
+        self.check(head_dim % 2 == 0, name, value, f"{odd}; rotary positions need pairs")
+        return {**sizes, "head_dim": head_dim}
+
+    def equal_layers(
+        self, head_dim: int, window: int | None = None, *, absent_theta: float | None = None
+    ) -> tuple[Kind, ...]:
+        """Layers that all attend alike, with the file's one rotation."""
+        kind = Kind(self.one_rope(head_dim, absent_theta=absent_theta), window)
+        return (kind,) * self.size("num_hidden_layers")
+
+    def one_rope(self, head_dim: int, *, absent_theta: float | None = None) -> rope.Rope:
+        """The rotation, if it is the same in all layers; see `rope.read`."""
+        with self.noting():
+            return rope.read(self.fields, head_dim, self.where, absent_theta=absent_theta)
+        return rope.Rope(())
+
+    def nested_rope(self, kind: str, theta: str, head_dim: int) -> rope.Rope:
+        """The rotation of one kind of layers; see `rope.read_nested`."""
+        with self.noting():
+            return rope.read_nested(self.fields, kind, theta, head_dim, self.where)
+        return rope.Rope(())
+
+    def config(self, *, is_tied: bool = False, **settings: Any) -> Config:
+        """The settings with what all decoders have; scores are scaled as usual unless they say how.
+
+        Args:
+          is_tied: whether the head is the embedding where the file does not say.
+          settings: the other attributes of `Config`.
+
+        Raises:
+          ModelError: all that was found wrong.
+        """
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        sizes: dict[str, Any] = {name: self.size(name) for name in names}
+        eps = self.positive("rms_norm_eps")
+        tied = self.flag("tie_word_embeddings", absent=is_tied)
+        if self.problems:
+            raise errors.ModelError.of(self.problems)
+        settings.setdefault("attention_scale", settings["head_dim"] ** -0.5)
+        return Config(**sizes, rms_norm_eps=eps, tie_word_embeddings=tied, **settings)

@@ -1,0 +1,28 @@
+"""The count of operations follows what layers see."""
+
+import numpy as np
+import pytest
+import tiny
+
+from purelora import flops
+
+
+@pytest.mark.parametrize(("window", "length"), [(None, 512), (64, 512), (512, 512), (4096, 512)])
+def test_scores_are_counted_over_the_keys_that_a_token_sees(window, length):
+    m = tiny.with_lora(tiny.model())
+
+    def count(windows):
+        return flops.per_token(
+            m.flat_infos,
+            {},
+            trained_weights=(),
+            attention_width=40,
+            windows=windows,
+            length=length,
+        )
+
+    seen = np.minimum(np.arange(1, length + 1), window or length).mean()
+    # Two products of scores, forward, and twice as many backward; two operations each.
+    wanted = 2 * 2 * 3 * 40 * seen
+    np.testing.assert_allclose(count([window]) - count([]), wanted, rtol=1 / 64)
+    assert count([window, window]) - count([window]) == count([window]) - count([])

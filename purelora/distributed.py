@@ -13,13 +13,13 @@ With one process nothing here does anything.
 import collections
 import contextlib
 import dataclasses
-import faulthandler
 import itertools
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +39,7 @@ LEAST_HEARTBEAT_SECS = 5
 # How long the processes wait for each other when they start, and how long of it without a word.
 _MEET_SECS, _SILENT_SECS = 300, 15
 _POLL_SECS = 0.5
+_APART_STATUS = 2  # As of any other error that the user can fix.
 _ENVIRONMENT = {
     "coordinator_address": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
@@ -168,31 +169,43 @@ def initialise(options: Options) -> None:
 def _meet(options: Options) -> None:
     """Starts JAX's own runtime, which waits for the other processes.
 
-    It does so without a word, deaf to Python's signals and threads, and would in the end abort this
-    process with a stack trace.
+    It does so without a word, deaf to SIGINT, and would in the end abort with a stack trace.
     """
     if options.process_id:
         _wait_for_main(str(options.coordinator_address))
-    elif options.process_id == 0 and options.num_processes != 1:
-        where = f"at {options.coordinator_address}, {_MEET_SECS} seconds at most"
-        text = f"process 0 of {options.num_processes} waits for the others {where}"
-        print(text, file=sys.stderr, flush=True)
+    timers = [threading.Timer(_SILENT_SECS, _say_waits), threading.Timer(_MEET_SECS, _give_up)]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with open(os.devnull, "w") as nowhere:
-        faulthandler.dump_traceback_later(_MEET_SECS, exit=True, file=nowhere)
-        try:
-            jax.distributed.initialize(
-                options.coordinator_address,
-                options.num_processes,
-                options.process_id,
-                heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
-                initialization_timeout=2 * _MEET_SECS,
-            )
-        except (ValueError, RuntimeError) as error:
-            raise _apart(options.coordinator_address, str(error)) from error
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            signal.signal(signal.SIGINT, previous)
+    try:
+        jax.distributed.initialize(
+            options.coordinator_address,
+            options.num_processes,
+            options.process_id,
+            heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
+            initialization_timeout=2 * _MEET_SECS,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise _apart(options.coordinator_address, str(error)) from error
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        for timer in timers:
+            timer.cancel()
+
+
+def _say_waits() -> None:
+    known = jax_distributed.global_state
+    text = f"process {known.process_id} waits for all others to come to {known.coordinator_address}"
+    print(f"{text}, {_MEET_SECS} seconds at most", file=sys.stderr, flush=True)
+
+
+def _give_up() -> None:
+    """Ends this process, whose main thread waits."""
+    why = f"not all have come in {_MEET_SECS} seconds"
+    error = _apart(jax_distributed.global_state.coordinator_address, why)
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(_APART_STATUS)
 
 
 def _wait_for_main(address: str) -> None:

@@ -516,6 +516,31 @@ def test_a_setting_that_is_wrong_ends_the_launched_run(cache, tmp_path):
     assert len(told) == 1 and told[0].startswith("ConfigError: mesh.data"), launched.output
 
 
+WAITS = """
+import sys
+from purelora import cli, distributed
+distributed._MEET_SECS, distributed._SILENT_SECS = 2, 0.5
+cli.run_command(lambda argv: distributed.initialise(cli.processes(argv)[0]), "")
+"""
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        (0, ["process 0 waits for all others to come to", "not all have come in 2 seconds"]),
+        (1, ["waits for process 0 at", "process 0 has not answered for 2 seconds"]),
+    ],
+)
+def test_a_process_that_waits_for_others_says_so_and_ends(index, told):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = launch.environment(os.environ, launch.Options(2), index, port)
+    command = [sys.executable, "-c", WAITS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended
+    assert all(text in ended.stderr for text in told) and "trace" not in ended.stderr, ended.stderr
+
+
 def test_of_texts_that_differ_the_line_is_told(monkeypatch):
     texts = ["lora.r 8\nseed 0", "lora.r 8\nseed 1"]
     monkeypatch.setattr(distributed, "gathered", lambda name, text: texts)

@@ -15,7 +15,7 @@ import qwix
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from purelora import config, errors, flops, info, lora, params, quant, specs, targets
+from purelora import collectives, config, errors, flops, info, lora, params, quant, specs, targets
 from purelora import rules as rules_lib
 from purelora import tree as trees
 from purelora.models import causal_lm
@@ -82,7 +82,7 @@ class Plan:
         """How the leaves lie on the devices, as the model sees it."""
         together = trees.combine(self.base_specs, self.trainable_specs)
         keep = self.config.mesh.keep_gathered
-        return specs.shards(together, self.model.flat_infos, keep_gathered=keep)
+        return collectives.shards(together, self.model.flat_infos, keep_gathered=keep)
 
     @property
     def execution(self) -> causal_lm.Execution:
@@ -180,6 +180,8 @@ def make(
             _check_factors(settings, model)
     with errors.collected(problems):
         _check_quantised(settings.quant, model)
+    with errors.collected(problems):
+        rules_lib.parse_rules(settings.mesh.rules, settings.mesh.overrides)
     if problems:
         raise errors.ConfigError.of(problems)
     if not settings.lora.enabled:

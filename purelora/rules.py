@@ -31,23 +31,23 @@ class Rules:
       table: (logical axis, mesh axis) pairs.
       overrides: (regular expression, pairs): pairs that come before the table in the modules whose
         path it matches from a dot on.
-      splits: (module, logical axis) pairs: what `tensor` splits in all arrays of the module; None:
-        nothing. See `settled`.
+      tensor_axes: (module, logical axis) pairs: what `tensor` splits in all arrays of the module;
+        None: nothing. See `settled`.
     """
 
     table: Table
     overrides: tuple[tuple[str, Table], ...] = ()
-    splits: tuple[tuple[str, str | None], ...] = ()
+    tensor_axes: tuple[tuple[str, str | None], ...] = ()
 
     def of(self, path: str) -> Table:
         """The rules of the leaf at `path`."""
         module = path.rpartition(".")[0]
         own = [pairs for pattern, pairs in self.overrides if _is_named(module, pattern)]
         table: Table = (*itertools.chain(*own), *self.table)
-        splits = dict(self.splits)
-        if module not in splits:
+        tensor_axes = dict(self.tensor_axes)
+        if module not in tensor_axes:
             return table
-        split, rest = splits[module], tuple(pair for pair in table if pair[1] != TENSOR)
+        split, rest = tensor_axes[module], tuple(pair for pair in table if pair[1] != TENSOR)
         return rest if split is None else ((split, TENSOR), *rest)
 
     def settled(
@@ -62,12 +62,12 @@ class Rules:
           weights: logical axes of the modules' weights, by tree path of the module.
           tied: modules that use the weight of another one, and that one.
         """
-        splits: list[tuple[str, str | None]] = []
+        found: list[tuple[str, str | None]] = []
         for module, axes in weights.items():
             table = self.of(f"{tied.get(module, module)}.weight")
             split = [axes[dim] for dim, to in chosen(table, axes).items() if to == TENSOR]
-            splits.append((module, split[0] if split else None))
-        return dataclasses.replace(self, splits=tuple(splits))
+            found.append((module, split[0] if split else None))
+        return dataclasses.replace(self, tensor_axes=tuple(found))
 
     def check_overrides(self, modules: Mapping[str, Collection[str | None]]) -> None:
         """Raises ConfigError for overrides that would change nothing.

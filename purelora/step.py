@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from purelora import optim, specs, state
+from purelora import collectives, optim, specs, state
 from purelora import tree as trees
 
 
@@ -107,8 +107,8 @@ def make_train_step(
     layout: Layout,
 ) -> Callable[[state.TrainState, trees.Tree, Batch], tuple[state.TrainState, Metrics]]:
     """The compiled step `(state, base, batch) -> (state, metrics)`; the old state is donated."""
-    sums = specs.shard_step(
-        _local_sums(forward, specs.gradient_paths(layout.trainable, layout.base)),
+    sums = collectives.shard_step(
+        _local_sums(forward, collectives.gradient_paths(layout.trainable, layout.base)),
         layout.mesh,
         in_specs=(layout.trainable, layout.base, specs.BATCH_SPEC, P()),
         out_specs=Sums(P(), P(), layout.trainable),
@@ -164,7 +164,7 @@ def make_eval_step(
     forward: Forward, layout: Layout
 ) -> Callable[[trees.Tree, trees.Tree, Batch], tuple[jax.Array, jax.Array]]:
     """The compiled `(trainable, base, batch) -> (loss_sum, weight_sum)`; nothing is donated."""
-    paths = specs.gradient_paths(layout.trainable, layout.base)
+    paths = collectives.gradient_paths(layout.trainable, layout.base)
 
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
@@ -174,11 +174,11 @@ def make_eval_step(
             numbers = _row_numbers(index, rows)
             return total + forward(entered, base, rows, key=None, rows_B=numbers), None
 
-        total, _ = jax.lax.scan(micro, specs.varying(jnp.float32(0)), _numbered(batch))
-        return specs.psum(total), specs.psum(batch.weights.sum())
+        total, _ = jax.lax.scan(micro, collectives.varying(jnp.float32(0)), _numbered(batch))
+        return collectives.psum(total), collectives.psum(batch.weights.sum())
 
     in_specs = (layout.trainable, layout.base, specs.BATCH_SPEC)
-    sharded = specs.shard_step(local, layout.mesh, in_specs=in_specs, out_specs=(P(), P()))
+    sharded = collectives.shard_step(local, layout.mesh, in_specs=in_specs, out_specs=(P(), P()))
     return jax.jit(
         sharded,
         in_shardings=specs.shardings(in_specs, layout.mesh),
@@ -189,13 +189,13 @@ def make_eval_step(
 def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
     """Sums over all micro-batches and devices, computed on this device's shards.
 
-    The gradients are local in the loop and reduced once after it: see `specs.GradientPath`. The
-    sum of weights is known before the loop, where losses that are not token sums will need it.
+    The gradients are local in the loop and reduced once after it: see `collectives.GradientPath`.
+    The sum of weights is known before the loop, where losses that are not token sums will need it.
     """
 
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch, key: jax.Array) -> Sums:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
-        weight = specs.psum(batch.weights.sum())
+        weight = collectives.psum(batch.weights.sum())
 
         def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, rows = xs
@@ -204,10 +204,10 @@ def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
             )
             return jax.tree.map(jnp.add, carry, loss_and_grads), None
 
-        zeros = (specs.varying(jnp.float32(0)), jax.tree.map(jnp.zeros_like, entered))
+        zeros = (collectives.varying(jnp.float32(0)), jax.tree.map(jnp.zeros_like, entered))
         (loss, grads), _ = jax.lax.scan(micro, zeros, _numbered(batch))
         grads = trees.map_leaves(lambda path, grad: path.leave(grad), paths, grads)
-        return Sums(specs.psum(loss), weight, grads)
+        return Sums(collectives.psum(loss), weight, grads)
 
     return local
 
@@ -219,4 +219,5 @@ def _numbered(batch: Batch) -> tuple[jax.Array, Batch]:
 def _row_numbers(index: jax.Array, rows: Batch) -> jax.Array:
     """Number of each row within the global batch, whatever the mesh."""
     count = rows.tokens.shape[0]
-    return index * specs.rows_of_micro_batch(count) + specs.first_row(count) + jnp.arange(count)
+    first = index * collectives.rows_of_micro_batch(count) + collectives.first_row(count)
+    return first + jnp.arange(count)

@@ -14,7 +14,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 from tiny import Case
 
-from purelora import hlo, specs
+from purelora import collectives, hlo, specs
 from purelora import tree as trees
 
 FSDP = Case("int8", fsdp=8, accum=2)
@@ -60,16 +60,16 @@ def test_the_reader_finds_reductions_in_loops():
     """The control of the tests below: a psum two calls deep in a scan, and one outside."""
 
     def inner(total, y):
-        return total + specs.varying(specs.psum(y * total)), None
+        return total + collectives.varying(collectives.psum(y * total)), None
 
     def outer(total, x):
         return jax.lax.scan(inner, total, x)
 
     def local(x):
-        return specs.psum(jax.lax.scan(lambda t, y: (outer(t, y)[0], None), x[0, 0], x)[0])
+        return collectives.psum(jax.lax.scan(lambda t, y: (outer(t, y)[0], None), x[0, 0], x)[0])
 
     rows = P(None, None, specs.BATCH_AXES)
-    step = jax.jit(specs.shard_step(local, tiny.mesh(2, 4), in_specs=rows, out_specs=P()))
+    step = jax.jit(collectives.shard_step(local, tiny.mesh(2, 4), in_specs=rows, out_specs=P()))
     program = hlo.Program.of(step.lower(jnp.ones((3, 5, 8, 7))).compile().as_text())
     assert len(program.results("all-reduce", looped=True)) == 1
     assert len(program.results("all-reduce", looped=False)) == 1

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from purelora import hlo, specs
+from purelora import collectives, hlo, specs
 
 WRITTEN = """\
 HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=8, entry_computation_layout=\
@@ -169,15 +169,15 @@ def test_collectives_of_a_compiled_program():
     """A psum in nested scans, a gather in the outer one, and two psums at the end that combine."""
 
     def inner(total, y):
-        return total + specs.psum((y * total).sum()), None
+        return total + collectives.psum((y * total).sum()), None
 
     def outer(total, x):
         codes = jax.lax.all_gather(x[0].astype(jnp.int8), "fsdp", tiled=True)
         total, _ = jax.lax.scan(inner, total, x)
-        return total + specs.psum(codes.astype(jnp.float32).sum()), None
+        return total + collectives.psum(codes.astype(jnp.float32).sum()), None
 
     def local(x, y):
-        total, _ = jax.lax.scan(outer, specs.psum(x[0, 0, 0] * 0), x)
+        total, _ = jax.lax.scan(outer, collectives.psum(x[0, 0, 0] * 0), x)
         return jax.lax.psum((x[0], y), "data"), total
 
     rows, by_fsdp = P(None, None, specs.BATCH_AXES), P(None, "fsdp")

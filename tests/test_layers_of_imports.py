@@ -13,7 +13,7 @@ LEVELS = (
     {"errors", "tree", "info", "hlo"},
     {"config", "quant", "targets", "lora", "parallel", "params"},
     {"models", "loss"},
-    {"rules", "specs", "scan_axis"},
+    {"rules", "specs", "collectives", "scan_axis"},
     {"step", "optim", "state"},
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

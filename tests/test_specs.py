@@ -11,7 +11,7 @@ import qwix
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from purelora import errors, info, quant, specs
+from purelora import collectives, errors, info, quant, specs
 from purelora import rules as rules_lib
 from purelora import tree as trees
 
@@ -169,7 +169,7 @@ def test_modules_of_one_computation_are_split_alike(rules, overrides, split):
     m = tiny.model()
     found = specs.spec_tree(m.infos, tiny.mesh(1, 1, 2), rules_lib.parse_rules(rules, overrides))
     with pytest.raises(errors.ConfigError, match=rf"split .*{split}.* over tensor, but not "):
-        specs.shards(found, m.flat_infos)
+        collectives.shards(found, m.flat_infos)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -298,7 +298,7 @@ def test_gathers_make_weights_whole(tile):
     if tile != "float":
         base, infos = tiny.quantised(m, base, "int8", tile)
     layout = specs.spec_tree(infos, mesh)
-    gathers = specs.shards(layout, m.flat_infos).gathers
+    gathers = collectives.shards(layout, m.flat_infos).gathers
     assert set(gathers) == {p for p, leaf in m.flat_infos.items() if "embed" in leaf.axes}
 
     def gathered(tree):
@@ -332,7 +332,7 @@ def test_gathers_make_weights_whole(tile):
 def test_gather_hashes_by_value():
     """Gathers are static arguments: equal ones must not compile twice."""
     layout = {"w": P(None, "fsdp"), "q": qwix.QArray(P("fsdp"), P(None), None, jnp.int8)}
-    first, second = (specs.shards(tree, {}).gathers for tree in (layout, dict(layout)))
+    first, second = (collectives.shards(tree, {}).gathers for tree in (layout, dict(layout)))
     assert first == second and hash(first["q"]) == hash(second["q"])
     assert first["q"].dims == (((-1, "fsdp"),), ())
 
@@ -343,10 +343,10 @@ def test_row_numbers_cover_the_micro_batch(sizes):
 
     def local(rows):
         count = rows.shape[0]
-        total = jnp.full(count, specs.rows_of_micro_batch(count))
-        return specs.first_row(count) + jnp.arange(count), specs.varying(total)
+        total = jnp.full(count, collectives.rows_of_micro_batch(count))
+        return collectives.first_row(count) + jnp.arange(count), collectives.varying(total)
 
-    run = specs.shard_step(local, mesh, P(specs.BATCH_AXES), P(specs.BATCH_AXES))
+    run = collectives.shard_step(local, mesh, P(specs.BATCH_AXES), P(specs.BATCH_AXES))
     numbers, total = jax.jit(run)(jnp.zeros(16))
     np.testing.assert_array_equal(numbers, np.arange(16))
     np.testing.assert_array_equal(total, np.full(16, 16))
@@ -362,15 +362,15 @@ def test_gradient_paths():
         "table": {"trainable_tokens": P(None, None)},
         "norm": {"weight": P(None)},
     }
-    paths = specs.gradient_paths(trained, {"table": {"weight": P("tensor", "fsdp")}})
+    paths = collectives.gradient_paths(trained, {"table": {"weight": P("tensor", "fsdp")}})
     # The whole factor of a split module, and rows of a split table, get parts of their gradient.
-    assert paths["down"]["lora_b"] == specs.GradientPath(("data", "fsdp", "tensor"), ())
-    assert paths["down"]["lora_a"] == specs.GradientPath(("data", "fsdp"), ())
+    assert paths["down"]["lora_b"] == collectives.GradientPath(("data", "fsdp", "tensor"), ())
+    assert paths["down"]["lora_a"] == collectives.GradientPath(("data", "fsdp"), ())
     assert paths["table"]["trainable_tokens"].cast == ("data", "fsdp", "tensor")
-    assert paths["norm"]["weight"] == specs.GradientPath(("data", "fsdp"), ())
-    assert paths["q"]["lora_a"] == specs.GradientPath(("data",), ((-2, "fsdp"),))
-    assert paths["q"]["lora_b"] == specs.GradientPath(("data", "fsdp"), ())
-    assert paths["w"]["weight"] == specs.GradientPath(("data",), ())
+    assert paths["norm"]["weight"] == collectives.GradientPath(("data", "fsdp"), ())
+    assert paths["q"]["lora_a"] == collectives.GradientPath(("data",), ((-2, "fsdp"),))
+    assert paths["q"]["lora_b"] == collectives.GradientPath(("data", "fsdp"), ())
+    assert paths["w"]["weight"] == collectives.GradientPath(("data",), ())
 
 
 def test_packed_codes_that_do_not_divide_are_said_in_the_weights_own_size():

@@ -11,7 +11,7 @@ import tiny
 from tiny import Case
 
 from configs import tiny as tiny_config
-from purelora import config, errors, hlo, plan
+from purelora import config, errors, hlo, plan, rules
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -166,3 +166,8 @@ def test_an_override_asks_for_a_whole_quantised_weight_too():
 def test_devices_along_tensor_that_would_all_do_the_same_are_an_error():
     with pytest.raises(errors.ConfigError, match="mesh.tensor = 2: splits nothing: by mesh.rules"):
         _plan(("embed:fsdp", "vocab:none"))
+
+
+def test_the_rules_of_the_config_are_those_of_the_code():
+    raw = tiny_config.get_config().to_dict()["mesh"]
+    assert rules.parse_rules(raw["rules"], raw["overrides"]) == rules.RULES

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from purelora import config, info, optim, quant, rules, specs, state, step
+from purelora import collectives, config, info, optim, quant, rules, specs, state, step
 from purelora import tree as trees
 from purelora.models import causal_lm, layers
 
@@ -273,7 +273,7 @@ def trainer(case: Case) -> Trainer:
     state_specs = state.state_specs(train_specs, tx, abstract, specs.P())
     layout = step.Layout(on, train_specs, base_specs, state_specs)
     together = trees.combine(base_specs, train_specs)
-    shards = specs.shards(together, m.flat_infos, keep_gathered=case.keep_gathered)
+    shards = collectives.shards(together, m.flat_infos, keep_gathered=case.keep_gathered)
     execution = causal_lm.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
     traces: list[str] = []
     made = causal_lm.make_forward(m, execution, shards, case.dropout)

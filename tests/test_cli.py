@@ -232,7 +232,7 @@ def test_paths_take_the_home_of_the_user(monkeypatch):
 
 
 def test_every_text_of_a_command_is_a_path_or_known_not_to_be_one():
-    texts = {"prompt", "skip", "system", "use", "weight"}
+    texts = {"chat_template_kwargs", "prompt", "skip", "system", "use", "weight"}
     found = set()
     for command in (adapters, chat, export, generate, merge, verify):
         for name, kind in typing.get_type_hints(command.Options).items():

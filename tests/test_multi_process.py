@@ -411,7 +411,9 @@ def test_a_killed_process_and_a_signal_to_one_of_them(unbroken, cache, tmp_path)
     os.kill(stopped.pid(1), signal.SIGTERM)
     assert stopped.end() == 128 + signal.SIGTERM, stopped.output
     assert stopped.output.count("ended with status 143") == 2
-    assert "resuming from step 4" in stopped.output and "finish" not in stopped.output
+    # The save of step 4 may not have been complete when the first run was killed.
+    assert re.search(r"resuming from step [14]$", stopped.output, re.M), stopped.output
+    assert "finish" not in stopped.output
     last = Launched(2, cache, workdir, *options)
     assert last.end() == 0, last.output
     assert _tail(workdir, 1) == _tail(unbroken[0], 1)

@@ -1,6 +1,6 @@
 """Starts a run of several processes on this machine, which meet on its loopback.
 
-    python -m purelora.launch --processes=4 --devices_per_process=2 -- --config=configs/tiny.py
+    python -m purelora.launch --processes=2 --devices_per_process=2 -- --config=configs/tiny.py
 
 --processes=N            how many
 --devices_per_process=N  CPU devices of each, or the accelerators I·N, …, I·N + N - 1 of process I

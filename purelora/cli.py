@@ -144,15 +144,28 @@ def processes(argv: Sequence[str]) -> tuple[distributed.Options, list[str]]:
       ConfigError: they have values of a wrong type.
     """
     names = {field.name for field in dataclasses.fields(distributed.Options)}
+    own, others = divided(argv, lambda name: name.replace("-", "_") in names)
+    return options(distributed.Options, own), others
+
+
+def divided(argv: Sequence[str], is_own: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Divides a command line by the names of its options, each with the texts that follow it.
+
+    Args:
+      argv: the arguments.
+      is_own: whether an option is to be in the first list, by its name without dashes and value.
+
+    Returns:
+      Those, and the others; texts before all options are among the others.
+    """
     own: list[str] = []
     others: list[str] = []
     target = others
     for argument in argv:
         if argument.startswith("--"):
-            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
-            target = own if name in names else others
+            target = own if is_own(argument.removeprefix("--").partition("=")[0]) else others
         target.append(argument)
-    return options(distributed.Options, own), others
+    return own, others
 
 
 def _argument(name: str) -> str:

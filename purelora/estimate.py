@@ -69,23 +69,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[Options, config.Config]:
     """Both kinds of arguments; what is wrong with them comes in one error."""
-    own: list[str] = []
-    theirs: list[str] = []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
-        is_key = argument.split("=")[0] == "--config" or argument.startswith("--config.")
-        chosen = theirs if is_key else own
-        chosen.append(argument)
-        if "=" not in argument and rest and not rest[0].startswith("--"):
-            chosen.append(rest.pop(0))
+    of_config, own = cli.divided(argv, lambda name: name.partition(".")[0] == "config")
     problems: list[errors.Problem] = []
     options, settings = Options(), None
     with errors.collected(problems):
         options = cli.options(Options, own)
         _check(options)
     with errors.collected(problems):
-        settings = cli.parse(theirs, flags=()).config
+        settings = cli.parse(of_config, flags=()).config
     if problems or settings is None:
         raise errors.ConfigError.of(problems)
     return options, settings

@@ -50,6 +50,14 @@ def get_config() -> config_dict.ConfigDict:
     c.remat = "none"
     # Tokens whose logits exist at once, on each device.
     c.loss_chunk_tokens = 256
+    # For mixtures of experts: weight of the load-balancing loss and of the router z-loss beside the
+    # token loss; both are recorded whatever their weight.
+    c.router_aux_loss_coef = 0.0
+    c.router_z_loss_coef = 0.0
+    # How the load-balancing loss counts tokens: "rows": in each row and layer by itself, so that it
+    # depends on neither mesh nor accum_steps; "transformers": over all rows and layers that a
+    # device computes at once, as that library does.
+    c.router_aux = "rows"
     # Evaluate every so many steps, and before and after training; None: only before and after.
     c.eval_steps = optional(None, int)
     # Record (and without a terminal print) the metrics every so many steps.
@@ -62,13 +70,19 @@ def get_config() -> config_dict.ConfigDict:
     # Folder of the persistent compilation cache; "default": ~/.cache/purelora/compiled, None: off.
     c.compile_cache = optional("default", str)
     # An adapter to start a fresh run from: the folder of a purelora run or of one of its steps, or
-    # a PEFT folder. Its ranks, scalings and targets must be those of lora.*. None: start anew.
+    # a PEFT folder, or a MaxText checkpoint. Its ranks, scalings and targets must be those of
+    # lora.*. None: start anew.
     c.init_adapter = optional(None, str)
 
     c.model = config_dict.ConfigDict()
     # A built-in model ("smollm2-135m", "tiny"), a Hugging Face folder, a .gguf file, or the folder
     # of a purelora run or of one of its steps: of one that trained all weights, or saved its base.
+    # "random:FILE": random weights of the shape in a config.json, and a token for each byte.
+    # Or a MaxText checkpoint: its run, its checkpoints, one of its steps, or the step's items.
     c.model.path = ""
+    # For a MaxText checkpoint, which holds neither: a folder with config.json and tokenizer in
+    # Hugging Face's form.
+    c.model.hf_folder = optional(None, str)
     # Dtype that unquantised base weights are kept in: "float32" or "bfloat16".
     c.model.weights_dtype = "float32"
 
@@ -80,9 +94,13 @@ def get_config() -> config_dict.ConfigDict:
     c.lora.lora_alpha = 32.0
     # Probability of dropping an element of an adapter's input, in training only.
     c.lora.lora_dropout = 0.0
-    # "all-linear" (all but the output head), of these "attention" or "mlp", a list of names or
-    # dotted suffixes, or a regex for a module's full name (model.layers.7.self_attn.q_proj).
+    # "all-linear" (all but the output head and routers), of these "attention", "mlp" (with the
+    # experts) or "experts", a list of names or dotted suffixes, or a regex for a module's full name
+    # (model.layers.7.self_attn.q_proj; model.layers.7.mlp.experts.gate_proj is all of its experts).
     c.lora.target_modules = either("all-linear")
+    # More targets, by PEFT's names of parameters: "mlp.experts.gate_up_proj" (gate_proj and
+    # up_proj), "mlp.experts.down_proj", "mlp.gate.weight" (the router).
+    c.lora.target_parameters = ()
     # Modules to leave out, as a list or a regex.
     c.lora.exclude_modules = either(())
     # Numbers of the layers to adapt, for such a word or a list of names; None: all.
@@ -164,16 +182,21 @@ def get_config() -> config_dict.ConfigDict:
     c.optim.clip_norm = optional(1.0, float)
 
     c.mesh = config_dict.ConfigDict()
-    # Devices along "data" (the batch is split), "fsdp" (batch and storage of the base are split)
-    # and "tensor" (the matmuls are split, by heads, MLP width and vocabulary); together all devices
-    # of the run. fsdp=None: all devices that the others leave.
+    # Devices along "data" (the batch is split), "fsdp" (batch and storage of the base are split),
+    # "expert" (batch and experts are split) and "tensor" (the matmuls are split, by heads, MLP
+    # width and vocabulary); together all devices of the run. fsdp=None: all devices that the others
+    # leave.
     c.mesh.data = 1
     c.mesh.fsdp = optional(None, int)
+    c.mesh.expert = 1
     c.mesh.tensor = 1
     # From logical axis to mesh axis; "none" keeps an axis whole. The first rule wins whose mesh
     # axis is not used in the same array yet. A large weight that no rule splits is an error, unless
     # a rule with "none" asks for it.
-    c.mesh.rules = ("embed:fsdp", "heads:tensor", "kv_heads:tensor", "mlp:tensor", "vocab:tensor")
+    c.mesh.rules = (
+        "embed:fsdp", "experts:expert",
+        "heads:tensor", "kv_heads:tensor", "mlp:tensor", "vocab:tensor",
+    )  # fmt: skip
     # Rules for some modules, which come before the others: from a regular expression for the end of
     # a module's path to rules with commas between: {"lm_head": "vocab:fsdp,embed:none"}.
     c.mesh.overrides = table({})
@@ -209,8 +232,8 @@ def get_config() -> config_dict.ConfigDict:
     # "auto": continue the run in workdir if there is one; "must": fail if there is none;
     # "never": fail if there is one. A run is continued with the settings it began with. Only these
     # may change: workdir, steps, epochs, eval_steps, log_steps, nan_policy, sample_*,
-    # compile_cache, checkpoint.*; init_adapter, which is used up; model.path and data.train, as
-    # fingerprints tell whether they are the same; and scan_layers, remat, loss_chunk_tokens and
-    # mesh.*, which change rounding only.
+    # compile_cache, checkpoint.*; init_adapter, which is used up; model.path, model.hf_folder and
+    # data.train, as fingerprints tell whether they are the same; and scan_layers, remat,
+    # loss_chunk_tokens and mesh.*, which change rounding only.
     c.checkpoint.resume = "auto"
     return c

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from purelora import errors
-from purelora.io import peft, peft_config
+from purelora.io import peft, peft_config, peft_experts
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -21,16 +21,21 @@ _LINEAR = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _LINEAR_KINDS = {kind for pair in _LINEAR for kind in pair} | {"base_weight"}
 
 
-def updated(adapter: peft.Adapter, module: str, kind: str, base: np.ndarray) -> np.ndarray:
+def updated(
+    adapter: peft.Adapter, module: str, kind: str, base: np.ndarray, *, expert: int | None = None
+) -> np.ndarray:
     """A weight or bias of the base as the adapter makes it.
 
     Args:
       adapter: an adapter under the base's own names.
       module: Hugging Face name of the module.
       kind: "weight" or "bias".
-      base: the base's values, `[out, in]` (a table `[V, D]`), float32.
+      base: the base's values, `[out, in]` (a table `[V, D]`, experts `[E, out, in]`), float32.
+      expert: the number of the expert that `base` is of, if it is of one of a module of experts.
     """
     kinds = adapter.modules.get(module, {})
+    if expert is not None:
+        kinds = {name: array[expert] for name, array in kinds.items()}
     if kind in kinds:
         return kinds[kind].astype(np.float32)
     if kind == "bias":
@@ -93,7 +98,7 @@ def summed(adapters: Sequence[peft.Adapter], weights: Sequence[float]) -> peft.A
     if problems:
         raise errors.ModelError.of(errors.first(problems, adapters[0].path))
     modules = {name: _side_by_side(name, pairs) for name, pairs in having.items()}
-    result = _of_factors(adapters[0], modules, None if None in prints else prints.pop())
+    result = _of_factors(adapters, modules, None if None in prints else prints.pop())
     if len(prints) < 2:
         return result
     unknown = ", ".join(a.path for a in adapters if a.base_fingerprint is None)
@@ -109,7 +114,8 @@ def _side_by_side(name: str, having: Sequence[tuple[peft.Adapter, float]]) -> di
         factor = np.float32(weight * peft_config.scaling(adapter.config, name))
         lefts.append(kinds[a].astype(np.float32))
         rights.append(factor * kinds[b].astype(np.float32))
-    factors = {a: np.concatenate(lefts, axis=0), b: np.concatenate(rights, axis=1)}
+    # Ranks are the last but one dimension of `a`, that of experts if there are any being before it.
+    factors = {a: np.concatenate(lefts, axis=-2), b: np.concatenate(rights, axis=-1)}
     copies = [copies_in(adapter.modules[name]) for adapter, _ in having]
     return factors | next(filter(None, copies), {})
 
@@ -137,18 +143,19 @@ def _mismatches(name: str, having: Sequence[tuple[peft.Adapter, float]]) -> list
     return problems
 
 
-def _weight_shape(kinds: Tensors) -> tuple[str, int, int]:
-    """What the factors of a module adapt: kind of module, rows and columns of its weight."""
+def _weight_shape(kinds: Tensors) -> tuple[str, list[int]]:
+    """What the factors of a module adapt: kind of module, and shape of its weight."""
     a, b = next(pair for pair in _LINEAR if pair[0] in kinds)
-    out_size, in_size = kinds[b].shape[0], kinds[a].shape[1]
+    *experts, out_size, _ = kinds[b].shape
+    in_size = kinds[a].shape[-1]
     if a == "lora_A":
-        return "a linear layer", out_size, in_size
-    return "an embedding", in_size, out_size
+        return "experts" if experts else "a linear layer", [*experts, out_size, in_size]
+    return "an embedding", [in_size, out_size]
 
 
-def _shown(shape: tuple[str, int, int]) -> str:
-    kind, rows, columns = shape
-    return f"{kind} of [{rows}, {columns}]"
+def _shown(shape: tuple[str, list[int]]) -> str:
+    kind, sizes = shape
+    return f"{kind} of {sizes}"
 
 
 def truncated(adapter: peft.Adapter, r: int) -> peft.Adapter:
@@ -162,14 +169,19 @@ def truncated(adapter: peft.Adapter, r: int) -> peft.Adapter:
     for name, kinds in adapter.modules.items():
         a, b = next(pair for pair in _LINEAR if pair[0] in kinds)
         factor = np.float32(peft_config.scaling(adapter.config, name))
-        modules[name] = dict(
-            zip((a, b), _low_rank(kinds[a], factor * kinds[b].astype(np.float32), r), strict=True)
-        )
-    return _of_factors(adapter, modules, adapter.base_fingerprint)
+        low = _low_rank(kinds[a], factor * kinds[b].astype(np.float32), r)
+        modules[name] = dict(zip((a, b), low, strict=True))
+    return _of_factors([adapter], modules, adapter.base_fingerprint)
 
 
 def _low_rank(a: np.ndarray, b: np.ndarray, r: int) -> tuple[np.ndarray, np.ndarray]:
-    """`A [r, in]`, `B [out, r]` nearest to the product `b @ a`, which is never formed."""
+    """`A [r, in]`, `B [out, r]` nearest to the product `b @ a`, which is never formed.
+
+    Of experts, each by itself.
+    """
+    if a.ndim == 3:
+        pairs = [_low_rank(*one, r) for one in zip(a, b, strict=True)]
+        return np.stack([low for low, _ in pairs]), np.stack([low for _, low in pairs])
     q_b, r_b = np.linalg.qr(b.astype(np.float64))
     q_a, r_a = np.linalg.qr(a.astype(np.float64).T)
     u, s, vh = np.linalg.svd(r_b @ r_a.T)
@@ -196,18 +208,22 @@ def _check_linear(adapters: Sequence[peft.Adapter]) -> None:
 
 
 def _of_factors(
-    like: peft.Adapter, modules: Mapping[str, dict[str, np.ndarray]], fingerprint: str | None
+    like: Sequence[peft.Adapter],
+    modules: Mapping[str, dict[str, np.ndarray]],
+    fingerprint: str | None,
 ) -> peft.Adapter:
     """An adapter whose update is `B A` as it stands: every alpha is its rank."""
-    ranks = {name: next(iter(kinds.values())).shape[0] for name, kinds in modules.items()}
+    ranks = {name: next(iter(kinds.values())).shape[-2] for name, kinds in modules.items()}
     r = max(ranks.values(), key=list(ranks.values()).count)
+    parameters = peft_experts.parameters([one.config for one in like], modules)
     own: dict[str, Any] = {name: rank for name, rank in ranks.items() if rank != r}
     config = peft_config.AdapterConfig(
         r=r,
         lora_alpha=float(r),
-        target_modules=tuple(sorted(modules)),
+        target_modules=tuple(sorted(modules.keys() - parameters.keys())),
+        target_parameters=tuple(sorted(set(parameters.values()))),
         rank_pattern=own,
         alpha_pattern={name: float(rank) for name, rank in own.items()},
-        base_model_name_or_path=like.config.base_model_name_or_path,
+        base_model_name_or_path=like[0].config.base_model_name_or_path,
     )
-    return peft.Adapter(like.path, config, modules, fingerprint)
+    return peft.Adapter(like[0].path, config, modules, fingerprint)

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 
 from purelora import checkpoint, config, errors, lora, placing, targets
 from purelora import tree as trees
-from purelora.io import peft, peft_config
+from purelora.io import maxtext, maxtext_adapter, peft, peft_checks, peft_config
 from purelora.models import causal_lm
 
 _FLOAT32 = np.finfo(np.float32)
@@ -57,7 +57,13 @@ def adapter_config(
 ) -> peft_config.AdapterConfig:
     """The settings as PEFT's, with targets that PEFT resolves to the same modules."""
     adaptation = model.adaptation
-    is_list = not isinstance(settings.target_modules, str)
+    names = {
+        name
+        for path, target in adaptation.targets.items()
+        if model.modules[path].is_parameter
+        for name in target.names
+    }
+    is_list = not (isinstance(settings.target_modules, str) or names)
     saved = {
         name.rpartition(".")[0]
         for leaf in adaptation.full
@@ -70,6 +76,7 @@ def adapter_config(
         r=settings.r,
         lora_alpha=settings.lora_alpha,
         target_modules=settings.target_modules if is_list else _as_list(model),
+        target_parameters=_parameters(model, names),
         exclude_modules=settings.exclude_modules if is_list else (),
         rank_pattern=dict(settings.rank_pattern),
         alpha_pattern=dict(settings.alpha_pattern),
@@ -87,11 +94,27 @@ def adapter_config(
 
 
 def _as_list(model: causal_lm.CausalLM) -> tuple[str, ...]:
-    """The targets as a list: the last part of a name where all that end so are adapted."""
-    adapted = {name for t in model.adaptation.targets.values() for name in t.names}
-    others = {n for module in model.modules.values() for n in module.names} - adapted
+    """The targets as a list: the last part of a name where all that end so are adapted.
+
+    Without experts and routers, which PEFT does not have as modules.
+    """
+    modules = {path: m for path, m in model.modules.items() if not m.is_parameter}
+    adapted = {
+        n for path, t in model.adaptation.targets.items() if path in modules for n in t.names
+    }
+    others = {n for module in modules.values() for n in module.names} - adapted
     ends = {name.rpartition(".")[2] for name in adapted} - {n.rpartition(".")[2] for n in others}
     return tuple(sorted({end if (end := n.rpartition(".")[2]) in ends else n for n in adapted}))
+
+
+def _parameters(model: causal_lm.CausalLM, adapted: Collection[str]) -> tuple[str, ...]:
+    """PEFT's names of the parameters of modules: without the layer where all layers are adapted."""
+    chosen = set()
+    for module in model.modules.values():
+        own = [targets.parameter_name(name) for name in module.names if name in adapted]
+        short = own[0].partition(".layers.")[2].partition(".")[2] if own else ""
+        chosen |= {short} if own and len(own) == len(module.names) else set(own)
+    return tuple(sorted(chosen))
 
 
 # ---- out of a tree -----------------------------------------------------------------------------
@@ -146,7 +169,8 @@ def _module_tensors(
         return array if position is None else array[position]
 
     r = target["ranks"][position or 0]
-    a, b = leaf("lora_a")[:, :r].T, leaf("lora_b")[:r].T
+    a, b = (np.swapaxes(factor, -1, -2) for factor in (leaf("lora_a")[..., :r],
+                                                       leaf("lora_b")[..., :r, :]))  # fmt: skip
     if target["is_embedding"]:
         return {"lora_embedding_A": a, "lora_embedding_B": b}
     kinds = {"lora_A": a, "lora_B": b}
@@ -200,8 +224,15 @@ def _doubled_alphas(settings: peft_config.AdapterConfig, factor: float) -> dict[
 # ---- out of a folder ---------------------------------------------------------------------------
 
 
-def open_adapter(path: str) -> peft.Adapter:
-    """Reads an adapter from a PEFT folder, a run's folder or a step's folder.
+def open_adapter(
+    path: str, base: Mapping[str, Any] | None = None, *, lora_alpha: float | None = None
+) -> peft.Adapter:
+    """Reads an adapter from a PEFT folder, a run's folder, a step's folder or a MaxText checkpoint.
+
+    Args:
+      path: the folder.
+      base: the config.json of its base, without which MaxText's cannot be understood.
+      lora_alpha: what a MaxText checkpoint that does not say it is taken to have.
 
     Raises:
       ModelError, CheckpointError: there is none, it is damaged, or it asks for what is not
@@ -212,6 +243,13 @@ def open_adapter(path: str) -> peft.Adapter:
         raise errors.ModelError(path, None, "is not a folder", "give a run or a PEFT folder")
     if any((folder / name).exists() for name in (peft.CONFIG, peft.WEIGHTS)):
         return peft.read(str(folder))
+    arrays = maxtext.find(str(folder))
+    if arrays is not None and base is None:
+        what = "is a MaxText checkpoint, whose adapters are nothing without their base"
+        remedy = "generate and merge take it with --model, and a run as init_adapter"
+        raise errors.ModelError(path, None, what, remedy)
+    if arrays is not None and base is not None:
+        return maxtext_adapter.read(arrays, base, "the base's config.json", lora_alpha=lora_alpha)
     checkpoints, step = checkpoint.find(folder)
     return of_checkpoint(checkpoints, step, where=f"{path} (step {step})")
 
@@ -247,12 +285,20 @@ def check_equal(found: peft.Adapter, wanted: peft.Adapter) -> None:
     )
     if not same_names or not all(
         np.array_equal(found.modules[name][kind], array)
-        and peft_config.scaling(found.config, name) == peft_config.scaling(wanted.config, name)
+        and _have_one_scaling(found.config, wanted.config, name)
         for name, kinds in wanted.modules.items()
         for kind, array in kinds.items()
     ):
         what = "does not read back as it was written"
         raise errors.ModelError(found.path, None, what, "is the disk sound?")
+
+
+def _have_one_scaling(
+    one: peft_config.AdapterConfig, other: peft_config.AdapterConfig, name: str
+) -> bool:
+    """Whether two scalings are equal, but for the last bits of a rank that is made up of two."""
+    scalings = (peft_config.scaling(config, name) for config in (one, other))
+    return math.isclose(*scalings, rel_tol=1e-12)
 
 
 # ---- onto a model ------------------------------------------------------------------------------
@@ -381,6 +427,18 @@ class _Leaves:
 def _unfilled(adapter: peft.Adapter, model: causal_lm.CausalLM) -> list[errors.Problem]:
     """Modules of the model that the config names and the adapter has no tensors for."""
     takes_linear_only = adapter.config.target_modules == targets.ALL_LINEAR
+    named = adapter.config.target_parameters
+    filled = {n for n, kinds in adapter.modules.items() if peft_checks.is_adapted(kinds)}
+    # Of a parameter that several modules share, files say which of them have an adapter.
+    shared = {targets.parameter_name(name) for name in filled}
+
+    def is_named(name: str) -> bool:
+        return targets.matches(named, targets.parameter_name(name))
+
+    def is_begun(module: targets.AdaptableModule) -> bool:
+        # To today's PEFT experts and routers are no modules, so a module's name is of others.
+        return not filled.isdisjoint(module.names)
+
     return [
         errors.Problem(
             f"{adapter.path}: {name}",
@@ -390,8 +448,10 @@ def _unfilled(adapter: peft.Adapter, model: causal_lm.CausalLM) -> list[errors.P
         )
         for module in model.modules.values()
         for name in module.names
-        if not (takes_linear_only and module.kind != "linear")
+        if not (takes_linear_only and module.kind != "linear" and not is_named(name))
+        and not (module.is_parameter and not is_named(name) and not is_begun(module))
         and name not in adapter.modules
+        and targets.parameter_name(name) not in shared
         and peft_config.is_target(adapter.config, name)
     ]
 
@@ -471,15 +531,17 @@ def _stacked(
     shape: Sequence[int],
     found: _Leaves,
 ) -> dict[str, np.ndarray]:
-    """One leaf of PEFT's `[r, in]` or `[out, r]` arrays: transposed, padded, stacked, float32."""
-    rank_axis = 1 if leaf.endswith("lora_a") else 0
+    """One leaf of `[r, in]` or `[out, r]` arrays: transposed, padded, stacked, float32."""
+    rank_axis = -1 if leaf.endswith("lora_a") else -2
+    whole = shape[1:] if target.layers else shape
     layers = []
     for name, r, array in zip(target.names, target.ranks, arrays, strict=True):
-        own = list(shape[-2:])
+        own = list(whole)
         own[rank_axis] = r
-        if found.fits(f"{name}.{leaf.rpartition('.')[2]}", array, own[::-1]):
-            layer = np.zeros(shape[-2:], np.float32)
-            layer[tuple(slice(n) for n in own)] = array.astype(np.float32).T
+        stored = (*own[:-2], own[-1], own[-2])
+        if found.fits(f"{name}.{leaf.rpartition('.')[2]}", array, stored):
+            layer = np.zeros(whole, np.float32)
+            layer[tuple(slice(n) for n in own)] = array.astype(np.float32).swapaxes(-1, -2)
             layers.append(layer)
     if len(layers) < len(arrays):
         return {}

@@ -104,7 +104,11 @@ def open_and_plan(
     It runs on `devices`, by default all there are.
     """
     with distributed.main_first("model"):
-        model = run_model.open_model(settings.model.path, progress=fetch_progress(say))
+        model = run_model.open_model(
+            settings.model.path,
+            hf_folder=settings.model.hf_folder,
+            progress=fetch_progress(say),
+        )
     used = jax.devices() if devices is None else devices
     plan = plans.make(settings, model.source.config, model.source.path, used)
     return model, plan
@@ -192,8 +196,11 @@ def load_weights(
             model.source, plan.model, infos, placement, progress, split
         )
     jax.block_until_ready(loaded.tree)
+    left_out = plan.model.left_out(model.source.shapes())
+    if left_out:
+        say(f"left out: {len(left_out)} tensors that the text model does not use ({left_out[0]})")
     say(
-        f"base: {plans.bytes_by_dtype(plan.base_infos or infos)} bytes, "
+        f"base: {plan.describe_base()}, "
         f"read in {time.perf_counter() - start:.1f} s, fingerprint {loaded.fingerprint[:12]}"
     )
     return loaded
@@ -227,7 +234,7 @@ class Beginning(NamedTuple):
 
 def begin_fresh(model: builtin.Model, plan: plans.Plan, say: Say) -> Beginning:
     """The beginning of a new run: weights as read, adapters fresh or from `init_adapter`."""
-    warm = _open_warm(plan)
+    warm = _open_warm(plan, model.source.config)
     split = _weight_split(plan, None)
     loaded = load_weights(model, plan, say, split)
     adapters = None
@@ -272,12 +279,15 @@ class _Warm(NamedTuple):
     attached: artefact.Attached
 
 
-def _open_warm(plan: plans.Plan) -> _Warm | None:
-    """The adapter that `init_adapter` names, checked against what the run trains."""
+def _open_warm(plan: plans.Plan, base: Mapping[str, Any]) -> _Warm | None:
+    """The adapter that `init_adapter` names, checked against what the run trains.
+
+    `base` is the config.json of the model.
+    """
     path = plan.config.init_adapter
     if path is None:
         return None
-    adapter = artefact.open_adapter(path)
+    adapter = artefact.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
     attached = artefact.attach(adapter, plan.model, base_fingerprint=None)
     problems = artefact.differences(attached.model.adaptation, plan.model.adaptation, path)
     if problems:
@@ -351,8 +361,7 @@ def train_step(
 
 
 def _forward(plan: plans.Plan) -> steps.Forward:
-    rate = plan.config.lora.lora_dropout
-    return causal_lm.make_forward(plan.model, plan.execution, plan.shards, rate)
+    return causal_lm.make_forward(plan.model, plan.execution, plan.shards, **plan.loss_options)
 
 
 def _abstract_state(plan: plans.Plan, tx: optax.GradientTransformation) -> Any:

@@ -3,8 +3,8 @@
     python -m purelora.chat --model=smollm2-135m
     python -m purelora.chat --model=smollm2-135m --adapter=runs/a --adapter=b=runs/b --use=b
 
---model, --adapter, --system, --chat-template-kwargs, --max-new-tokens, --temperature, --top-k,
---top-p, --seed, --dtype, --qtype, --tile-size
+--model, --hf-folder, --adapter, --system, --chat-template-kwargs, --max-new-tokens, --temperature,
+--top-k, --top-p, --seed, --dtype, --qtype, --tile-size
                         as for `python -m purelora.generate`
 --use=NAME              the adapter to begin with; the first one given unless said, or `base`
 

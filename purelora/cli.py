@@ -25,7 +25,7 @@ from purelora import config, distributed, errors
 
 USER_ERROR_STATUS = 2
 # The options of the commands that are paths: a leading `~` in them is the user's home.
-PATHS = frozenset({"adapter", "model", "output", "prompts_file", "run", "workdir"})
+PATHS = frozenset({"adapter", "hf_folder", "model", "output", "prompts_file", "run", "workdir"})
 # Which weights stay unquantised where an option does not say: as quant.skip in configs/base.py.
 QUANT_SKIP = ("embed_tokens",)
 T = TypeVar("T")
@@ -263,12 +263,17 @@ def _unknown_option(argument: str, names: Sequence[str]) -> errors.Problem:
 def load_file(path: pathlib.Path) -> dict[str, Any]:
     """Runs a config file's `get_config()` and returns its keys as nested dicts.
 
-    The folder above the file's own is importable meanwhile, so that `from configs import base`
-    works from everywhere.
+    After the file's name and a colon may stand a variant of it, which is what `get_config` is
+    given: `configs/mixtral_8x7b_qlora.py:small`. The folder above the file's own is importable
+    meanwhile, so that `from configs import base` works from everywhere.
 
     Raises:
       ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
     """
+    variant: tuple[str, ...] = ()
+    name, colon, text = str(path).rpartition(":")
+    if colon and not path.is_file():
+        path, variant = pathlib.Path(name), (text,)
     if not path.is_file():
         near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
         remedy = errors.nearest(str(path), near) if near else "give the path of a config file"
@@ -277,7 +282,7 @@ def load_file(path: pathlib.Path) -> dict[str, Any]:
     sys.path.insert(0, parent)
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
-        result = get_config() if callable(get_config) else None
+        result = get_config(*variant) if callable(get_config) else None
         raw = result.to_dict() if isinstance(result, ml_collections.ConfigDict) else None
     except (
         Exception,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from purelora import errors, info, lora, parallel, params, quant
 from purelora import tree as trees
-from purelora.rules import BATCH_AXES, MESH_AXES, TENSOR
+from purelora.rules import BATCH_AXES, EXPERT, MESH_AXES, SPLIT_AXES, TENSOR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,9 @@ def _gather_array(array: jax.Array, dims: tuple[tuple[int, str], ...]) -> jax.Ar
 
 def _gathered_dims(spec: P) -> tuple[tuple[int, str], ...]:
     """The sharded dimensions, from the end, that are made whole before the maths."""
-    return tuple((i - len(spec), axis) for i, axis in enumerate(spec) if axis not in (None, TENSOR))
+    return tuple(
+        (i - len(spec), axis) for i, axis in enumerate(spec) if axis not in (None, *SPLIT_AXES)
+    )
 
 
 def _arrays(leaf: Any) -> list[P]:
@@ -72,11 +74,29 @@ class TensorParallel(parallel.Parallel):
     def pmax(self, part: jax.Array) -> jax.Array:
         return jax.lax.pmax(part, TENSOR)
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def spread(self, x: Any) -> Any:
         return jax.lax.pcast(x, TENSOR, to="varying") if self.splits == "outputs" else x
 
     def collect(self, y: jax.Array) -> jax.Array:
         return self.psum(y) if self.splits == "inputs" else y
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel(parallel.Exchange):
+    """`Exchange` over the `expert` axis, inside the shard_map."""
+
+    @property
+    def ways(self) -> int:
+        return jax.lax.axis_size(EXPERT)
+
+    def first(self, size: int) -> jax.Array:
+        return jax.lax.axis_index(EXPERT) * size
+
+    def gather(self, rows: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(rows, EXPERT, axis=0, tiled=True)
+
+    def sum_scatter(self, rows: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(rows, EXPERT, scatter_dimension=0, tiled=True)
 
 
 def shards(
@@ -99,7 +119,12 @@ def shards(
     splits = _tensor_splits(flat, infos)
     _check_splits(infos, splits)
     parallels = {path: TensorParallel(split) for path, split in splits.items()}
-    return params.Shards(gathers, parallels, keep_gathered)
+    exchanges = {
+        path.rpartition(".")[0]: ExpertParallel()
+        for path in infos
+        if path in flat and EXPERT in _arrays(flat[path])[0]
+    }
+    return params.Shards(gathers, parallels, exchanges, keep_gathered)
 
 
 # Modules of one parent that share one of these are parts of one computation.

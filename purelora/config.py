@@ -24,7 +24,7 @@ Patterns = str | tuple[str, ...]
 # from a dot on.
 MODULE_PATTERN = r"(.*\.)?({})$"
 # What `target_modules` may be beside a list and a regex: all linear modules, or those of a part.
-TARGET_WORDS = ("all-linear", "attention", "mlp")
+TARGET_WORDS = ("all-linear", "attention", "mlp", "experts")
 # Values of `init_lora_weights` that take the adapter out of the weight.
 FACTORED_INITS = ("pissa", "olora", "loftq")
 
@@ -32,6 +32,7 @@ FACTORED_INITS = ("pissa", "olora", "loftq")
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     path: str
+    hf_folder: str | None
     weights_dtype: Literal["float32", "bfloat16"]
 
 
@@ -43,6 +44,7 @@ class LoraConfig:
     lora_dropout: float
     target_modules: Patterns
     exclude_modules: Patterns
+    target_parameters: tuple[str, ...]
     layers_to_transform: tuple[int, ...] | None
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
@@ -96,6 +98,7 @@ class OptimConfig:
 class MeshConfig:
     data: int
     fsdp: int | None
+    expert: int
     tensor: int
     rules: tuple[str, ...]
     overrides: Mapping[str, str]
@@ -130,6 +133,9 @@ class Config:
     scan_layers: bool
     remat: Literal["none", "full"]
     loss_chunk_tokens: int
+    router_aux_loss_coef: float
+    router_z_loss_coef: float
+    router_aux: Literal["rows", "transformers"]
     eval_steps: int | None
     log_steps: int
     nan_policy: Literal["abort", "skip"]
@@ -178,7 +184,6 @@ FOREIGN_KEYS = {
     "lora.fan_in_fan_out": "no key: it is for Conv1D weights, which none of the families has",
     "lora.lora_bias": "no key: a bias on lora_b is not supported; lora.bias trains the model's own",
     "lora.layer_replication": "no key: replicated layers are not supported",
-    "lora.target_parameters": "no key: adapters on fused experts are not supported",
     "lora.use_qalora": "no key: QA-LoRA is not supported",
     "lora.megatron_config": "no key: mesh.* splits the model",
     "lora.loftq_config": "no key: LoftQ uses quant.qtype and one iteration",
@@ -188,7 +193,7 @@ FOREIGN_KEYS = {
     "model_name": "model.path",
     "model_name_or_path": "model.path",
     "base_model": "model.path",
-    "tokenizer_path": "model.path (the tokenizer is read from the model)",
+    "tokenizer_path": "model.path (the tokenizer is the model's; of MaxText's: model.hf_folder)",
     "base_output_directory": "workdir",
     "output_dir": "workdir",
     "run_name": "workdir",
@@ -239,6 +244,10 @@ FOREIGN_KEYS = {
     "dcn_fsdp_parallelism": "mesh.fsdp",
     "ici_tensor_parallelism": "mesh.tensor",
     "tensor_parallel_size": "mesh.tensor",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
+    "load_balance_loss_weight": "router_aux_loss_coef",
+    "ici_expert_parallelism": "mesh.expert",
+    "expert_parallel_size": "mesh.expert",
     "dp_shard_size": "mesh.fsdp",
     "logical_axis_rules": "mesh.rules",
     "sharding_tolerance": "mesh.overrides (keeps a named weight whole; no other large one may be)",
@@ -414,6 +423,7 @@ def _ranges(c: Config) -> list[_Found]:
         "optim.schedule_steps": c.optim.schedule_steps,
         "mesh.data": c.mesh.data,
         "mesh.fsdp": c.mesh.fsdp,
+        "mesh.expert": c.mesh.expert,
         "mesh.tensor": c.mesh.tensor,
         "checkpoint.save_steps": c.checkpoint.save_steps,
         "checkpoint.keep_last": c.checkpoint.keep_last,
@@ -439,6 +449,8 @@ def _ranges(c: Config) -> list[_Found]:
         found.append(("sample_prompts", c.sample_prompts, "holds an empty prompt", "remove it"))
     if not c.model.path:
         found.append(("model.path", c.model.path, "is empty", "name a model, a folder or a file"))
+    if c.model.hf_folder == "":
+        found.append(("model.hf_folder", "", "is empty", "name a folder, or None"))
     found += _skip_problems(c.quant.skip) + _date_problem(c.data.template_date)
     found += template_problems("data.chat_template_kwargs", c.data.chat_template_kwargs)
     return found + _fractions(c) + _optim_ranges(c.optim)
@@ -490,6 +502,15 @@ def _fractions(c: Config) -> list[_Found]:
         (key, value, "must be at least 0 and below 1", "")
         for key, value in zero_to_one.items()
         if not 0 <= _as_float32(value) < 1
+    ]
+    coefs = {
+        "router_aux_loss_coef": c.router_aux_loss_coef,
+        "router_z_loss_coef": c.router_z_loss_coef,
+    }
+    found += [
+        (key, value, "must be at least 0", "")
+        for key, value in coefs.items()
+        if not 0 <= _as_float32(value) < float("inf")
     ]
     if not 0 <= c.optim.min_lr_ratio <= 1:
         found.append(("optim.min_lr_ratio", c.optim.min_lr_ratio, "must be from 0 to 1", ""))
@@ -587,6 +608,9 @@ def _contradictions(c: Config) -> list[_Found]:
     if c.optim.name == "adamw" and c.optim.momentum:
         what, remedy = "has no effect with optim.name='adamw'", "set it to 0, or use optim.b1"
         found.append(("optim.momentum", c.optim.momentum, what, remedy))
+    if c.router_aux != "rows" and not c.router_aux_loss_coef:
+        what, remedy = "has no effect without router_aux_loss_coef", "set that, or leave it out"
+        found.append(("router_aux", c.router_aux, what, remedy))
     if c.mesh.keep_gathered and (c.remat == "full" or not c.lora.enabled):
         why = "remat='full', which gathers with what it recomputes"
         why = why if c.lora.enabled else "lora.enabled=False: there is no frozen base"
@@ -647,7 +671,7 @@ def _lora_ranges(lora: LoraConfig) -> list[_Found]:
     if not 0 < _as_float32(lora.lora_alpha) < float("inf"):
         what = "makes the scaling alpha / r zero or not a number, so nothing would train"
         found.append(("lora.lora_alpha", lora.lora_alpha, what, "2 · r is usual"))
-    if not lora.target_modules:
+    if not (lora.target_modules or lora.target_parameters):
         remedy = "use 'all-linear', a list of module names or a regex"
         found.append(("lora.target_modules", lora.target_modules, "is empty", remedy))
     found += _pattern_problems("lora.rank_pattern", lora.rank_pattern)
@@ -741,6 +765,7 @@ def from_flat(flat: Mapping[str, Any]) -> Config:
 
 # Settings that may differ between a run and its continuation.
 RESUMABLE: Sequence[str] = (
+    "model.hf_folder",
     "model.path",  # The fingerprints of base and data say whether they are the same.
     "data.train",
     "workdir",
@@ -758,6 +783,7 @@ RESUMABLE: Sequence[str] = (
     "loss_chunk_tokens",
     "mesh.data",
     "mesh.fsdp",
+    "mesh.expert",
     "mesh.tensor",
     "mesh.rules",
     "mesh.overrides",

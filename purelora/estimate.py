@@ -57,7 +57,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     options, settings = _parse(argv)
-    hf_config = open_config(settings.model.path)
+    hf_config = open_config(settings.model.path, settings.model.hf_folder)
     count = _device_count(options, settings)
     if _virtual_devices() < count:
         return _with_devices(count, argv)
@@ -97,15 +97,18 @@ def _check(options: Options) -> None:
         raise errors.ConfigError.of(problems)
 
 
-def open_config(path: str) -> Mapping[str, Any]:
+def open_config(path: str, hf_folder: str | None = None) -> Mapping[str, Any]:
     """The config.json of the model at `path`; neither weights nor tokenizer need to be there.
 
     Args:
       path: a config.json, a folder that has one, or whatever else `model.path` may name.
+      hf_folder: `model.hf_folder`, which has it if it is set.
 
     Raises:
       ModelError: there is none, or it is damaged.
     """
+    if hf_folder is not None:
+        return hf.read_config(os.path.expanduser(hf_folder))
     place = os.path.expanduser(path)
     if place.endswith(".json"):
         return files.read_json_object(place)
@@ -148,9 +151,9 @@ def report(
     where = settings.model.path
     plan = plans.make(settings, hf_config, where, devices)
     yield from _describe_run(plan)
-    by_formula = options.method == "formula" or (
-        options.method == "auto" and _layers_compiled(plan) > max(footprint.DEPTHS)
-    )
+    # A formula is for layers that are all alike.
+    is_long = _layers_compiled(plan) > max(footprint.DEPTHS) and len(plan.model.stack_paths) == 1
+    by_formula = options.method == "formula" or (options.method == "auto" and is_long)
     if by_formula:
         needs = footprint.formula(settings, hf_config, where, devices)
     else:
@@ -167,7 +170,7 @@ def _layers_compiled(plan: plans.Plan) -> int:
     """How many layers the compiler sees one by one."""
     if plan.config.scan_layers:
         return 1
-    return max(leaf.shape[0] for leaf in plan.model.flat_infos.values() if leaf.is_stacked)
+    return plan.model.config.num_hidden_layers
 
 
 def _describe_run(plan: plans.Plan) -> Iterator[str]:

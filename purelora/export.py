@@ -2,9 +2,10 @@
 
     python -m purelora.export --run=runs/qlora --output=adapters/qlora
 
---run=PATH      a run (its newest whole step), or the folder of one step
---output=PATH   a new folder; PEFT, and whatever reads PEFT's adapters, loads it
---model=PATH    the base, if it is no longer where the run found it
+--run=PATH        a run (its newest whole step), or the folder of one step
+--output=PATH     a new folder; PEFT, and whatever reads PEFT's adapters, loads it
+--model=PATH      the base, if it is no longer where the run found it
+--hf-folder=PATH  for such a base that is a MaxText checkpoint: where its config.json is
 
 The folder is read back, put on the base anew and must give the run's own logits; otherwise it is
 removed again. An adapter that began out of the weights (pissa, olora, loftq) is written for the
@@ -49,17 +50,21 @@ class Options:
     run: str
     output: str
     model: str | None = None
+    hf_folder: str | None = None
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     options = cli.options(Options, argv)
+    if options.hf_folder is not None and options.model is None:
+        what = "has no effect without --model"
+        raise errors.ConfigError("--hf-folder", options.hf_folder, what, "leave it out")
     output.check_free(options.output)
     checkpoints, step = checkpoint.find(pathlib.Path(options.run))
     meta = checkpoints.meta(step)
     adapter = artefact.of_checkpoint(checkpoints, step, where=f"{options.run} (step {step})")
     if options.model is not None:
-        _check_model(options.model, adapter)
+        _check_model(options.model, options.hf_folder, adapter)
         changed = dataclasses.replace(adapter.config, base_model_name_or_path=options.model)
         adapter = dataclasses.replace(adapter, config=changed)
     story.write_adapter(options.output, adapter, meta)
@@ -72,12 +77,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_model(path: str, adapter: peft.Adapter) -> None:
+def _check_model(path: str, hf_folder: str | None, adapter: peft.Adapter) -> None:
     """Raises ModelError unless the base at `path` is the one that the adapter was trained on."""
-    opened = run_model.open_model(path)
+    opened = run_model.open_model(path, hf_folder=hf_folder)
     model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
-    names = [name for names in model.hf_names.values() for name in names]
-    artefact.check_base(adapter, source.identify(opened.source, names))
+    layout = model.layout_of(opened.source.shapes())
+    artefact.check_base(adapter, source.identify(opened.source, layout.shapes))
 
 
 def check(options: Options, checkpoints: checkpoint.Checkpoints, step: int, folder: str) -> str:
@@ -105,13 +110,12 @@ def _logit_difference(
 ) -> float:
     """Largest difference of a logit over the largest logit, on the run's own base."""
     settings = config.from_flat(checkpoints.meta(step)["config"])
+    path, hf_folder = settings.model.path, settings.model.hf_folder
     if options.model is not None:
-        path = options.model
+        path, hf_folder = options.model, options.hf_folder
     elif "base" in checkpoints.extras(step) and not settings.lora.modules_to_save:
-        path = options.run  # It needs nothing else.
-    else:
-        path = settings.model.path
-    settings = _on_one_device(settings, path)
+        path, hf_folder = options.run, None  # It needs nothing else.
+    settings = _on_one_device(settings, path, hf_folder)
     model, plan = assembly.open_and_plan(settings, _quiet, devices=jax.devices()[:1])
     beginning = assembly.begin_again(checkpoints, step, model, plan, _quiet)
     base, tokens = beginning.start.base, _tokens(model)
@@ -147,11 +151,11 @@ def _layer(leaf: np.ndarray, target: Mapping[str, Any], position: int) -> np.nda
     return leaf[position] if target["layers"] else leaf
 
 
-def _on_one_device(settings: config.Config, path: str) -> config.Config:
+def _on_one_device(settings: config.Config, path: str, hf_folder: str | None) -> config.Config:
     return dataclasses.replace(
         settings,
-        model=dataclasses.replace(settings.model, path=path),
-        mesh=dataclasses.replace(settings.mesh, data=1, fsdp=1, tensor=1),
+        model=dataclasses.replace(settings.model, path=path, hf_folder=hf_folder),
+        mesh=dataclasses.replace(settings.mesh, data=1, fsdp=1, expert=1, tensor=1),
     )
 
 

@@ -5,6 +5,7 @@ input; a trained one as many again for its own gradient. Recomputation (remat) i
 usual for model FLOP/s utilisation (Chowdhery et al. 2022, appendix B).
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ def per_token(
     adapters: Mapping[str, info.ParamInfo],
     *,
     trained_weights: Collection[str],
-    attention_width: int,
+    experts_share: float,
+    attention_widths: Sequence[int],
     windows: Sequence[int | None],
     length: int,
 ) -> float:
@@ -26,18 +28,20 @@ def per_token(
       infos: flat declarations of the base.
       adapters: flat declarations of the adapters.
       trained_weights: paths of the base's matrices that get gradients of their own.
-      attention_width: query heads × head dim of a layer.
+      experts_share: of the routed experts, which share each token goes to.
+      attention_widths: query heads × head dim of each layer.
       windows: how many tokens each layer sees at most; None: all before.
       length: tokens of a row.
     """
     base = sum(
-        _size(leaf) * (3 if path in trained_weights else 2)
+        _used(leaf, experts_share) * (3 if path in trained_weights else 2)
         for path, leaf in infos.items()
         if _is_multiplied(path, leaf, infos)
     )
-    small = sum(map(_size, adapters.values()))
-    seen = sum(_seen(length, window) for window in windows)
-    scores = 2 * attention_width * seen  # The two products of attention, per 2 operations.
+    small = sum(_used(leaf, experts_share) for leaf in adapters.values())
+    seen = zip(attention_widths, windows, strict=True)
+    # The two products of attention, per 2 operations.
+    scores = 2 * sum(width * _seen(length, window) for width, window in seen)
     return 2.0 * (base + 3 * small + 3 * scores)
 
 
@@ -51,11 +55,11 @@ def _is_multiplied(path: str, leaf: info.ParamInfo, infos: Mapping[str, Any]) ->
     """Whether a matmul uses the leaf: an embedding is only looked up, unless it is the head too."""
     if not leaf.is_matrix:
         return False
+    if path == "embed_tokens_per_layer.weight":
+        return False
     return path != "embed_tokens.weight" or "lm_head.weight" not in infos
 
 
-def _size(leaf: info.ParamInfo) -> int:
-    size = 1
-    for n in leaf.shape:
-        size *= n
-    return size
+def _used(leaf: info.ParamInfo, experts_share: float) -> float:
+    """How many elements each token meets."""
+    return math.prod(leaf.shape) * (experts_share if "experts" in leaf.axes else 1)

@@ -169,7 +169,10 @@ def formula(
       ModelError: as `plans.make`.
     """
     plan = plans.make(settings, hf_config, where, devices)
-    layers = hf_config[_LAYERS]
+    layers = plan.model.config.num_hidden_layers
+    if len(plan.model.stack_paths) > 1:
+        what = "has layers of different parameters, for which there is no formula"
+        raise errors.ModelError(where, None, what, "use --method=compiled")
     if not depths[0] < depths[1] <= layers:
         what = f"is not more than the {depths[1]} layers that a formula is made from"
         raise errors.ModelError(f"{where}: {_LAYERS}", layers, what, "use --method=compiled")
@@ -271,19 +274,24 @@ def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
     It is read off the residuals of the real step's own differentiation: whatever the model, remat
     and the layout make of it. Weights are not counted, unless they are kept gathered.
     """
-    rate = plan.config.lora.lora_dropout
-    forward = causal_lm.make_forward(plan.model, plan.execution, plan.shards, rate)
+    forward = causal_lm.make_forward(plan.model, plan.execution, plan.shards, **plan.loss_options)
     kept: list[int] = []
 
-    def observed(trainable: Any, base: Any, batch: Any, **rest: Any) -> jax.Array:
-        loss, pull = jax.vjp(lambda t: forward(t, base, batch, **rest), trainable)
+    def observed(
+        trainable: Any, base: Any, batch: Any, **rest: Any
+    ) -> tuple[jax.Array, steps.Losses]:
+        # The step differentiates this function: of what is differentiated here, that is no use.
+        trainable = jax.lax.stop_gradient(trainable)
+        loss, pull, losses = jax.vjp(
+            lambda t: forward(t, base, batch, **rest), trainable, has_aux=True
+        )
         given = {id(array) for array in jax.tree.leaves((trainable, base, batch, rest))}
         # One array may be a residual of several operations.
         residuals = {id(array): array for array in jax.tree.leaves(pull)}
         kept.append(
             sum(a.size * a.dtype.itemsize for name, a in residuals.items() if name not in given)
         )
-        return loss
+        return loss, losses
 
     tx, layout = _Setup.of(plan)
     schedule = optim.schedule(plan.config.optim, 1)
@@ -307,17 +315,18 @@ def _gradient_bytes(plan: plans.Plan) -> int:
 
 
 def _gathered(plan: plans.Plan) -> tuple[int, int]:
-    """Bytes of one layer's gathered weights, and of the largest gathered one outside of layers."""
-    layer, tables = 0, dict[str, int]()
+    """Bytes of a layer's gathered weights, at most, and of the largest one outside of layers."""
+    of_stack, tables = dict.fromkeys(plan.model.stack_paths, 0), dict[str, int]()
     for row in plans.array_rows(plan):
         ways = _ways(plan, row.spec, gathered=True)
         if ways == 1 or row.is_adapter:
             continue
         if row.info.is_stacked:
-            layer += row.device_bytes * ways // row.info.shape[0]
+            stack = next(path for path in of_stack if row.leaf.startswith(f"{path}."))
+            of_stack[stack] += row.device_bytes * ways // row.info.shape[0]
         else:
             tables[row.leaf] = tables.get(row.leaf, 0) + row.device_bytes * ways
-    return layer, max(tables.values(), default=0)
+    return max(of_stack.values()), max(tables.values(), default=0)
 
 
 def _logits_bytes(plan: plans.Plan) -> int:
@@ -333,6 +342,9 @@ def _logits_bytes(plan: plans.Plan) -> int:
 
 def _shallow(hf_config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """The config of the first `depth` layers of a model."""
+    nested = hf_config.get("text_config")
+    if isinstance(nested, Mapping):
+        return {**hf_config, "text_config": _shallow(nested, depth)}
     types = hf_config.get("layer_types")
     cut = {"layer_types": types[:depth]} if isinstance(types, list) else {}
     return {**hf_config, **cut, _LAYERS: depth}

@@ -4,9 +4,12 @@
     python -m purelora.generate --model=smollm2-135m --adapter=runs/a --adapter=b=runs/b/peft \\
         --prompts-file=prompts.jsonl --output=answers.jsonl --batch-size=8
 
---model=MODEL           as model.path: a built-in name, a Hugging Face folder, a GGUF file, or a run
-                        that trained all weights or holds its base (checkpoint.save_base)
---adapter=[NAME=]PATH   a run's folder, a step's folder or a PEFT folder; may be given several times
+--model=MODEL           as model.path: a built-in name, a Hugging Face folder, a GGUF file, a run
+                        that trained all weights or holds its base (checkpoint.save_base), or a
+                        MaxText checkpoint
+--hf-folder=PATH        for a MaxText checkpoint: the folder of its config.json and tokenizer
+--adapter=[NAME=]PATH   a run's folder, a step's folder, a PEFT folder or a MaxText checkpoint; may
+                        be given several times
 --use=NAME              which to run, several times if need be; `base` is the model without adapter.
                         Without it: all adapters given, one after the other
 --prompt=TEXT           a user's turn; may be given several times

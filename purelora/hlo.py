@@ -205,13 +205,27 @@ class Program:
 
     @property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Names of the while loops that run without a known trip count."""
+        """Names of the while loops with collectives in them whose trip count is not known."""
         return tuple(
             instruction.name
             for name, instructions in self.computations.items()
             for instruction in instructions
-            if instruction.kind == "while" and instruction.trips is None and self.runs[name]
+            if instruction.kind == "while"
+            and instruction.trips is None
+            and self.runs[name]
+            and any(callee in self._communicating for _, callee in instruction.called)
         )
+
+    @functools.cached_property
+    def _communicating(self) -> frozenset[str]:
+        """The computations with collectives in them, or in what they call."""
+        found: set[str] = set()
+        for name in reversed(self._callers_first):
+            for instruction in self.computations[name]:
+                called = any(callee in found for _, callee in instruction.called)
+                if called or instruction.kind in COLLECTIVES:
+                    found.add(name)
+        return frozenset(found)
 
     def instructions(self, kind: str, *, looped: bool | None = None) -> Iterator[Instruction]:
         """The instructions of a kind; `looped`: only those inside or only those outside loops."""

@@ -26,7 +26,9 @@ class ParamInfo:
       init: `normal`, `zeros`, `ones` or `he_uniform`.
       std: standard deviation of `normal`; None for 1 / sqrt(fan_in).
       contracting: the dimension, counted from the end, that a matmul with this parameter sums
-        over; None for vectors. Everything with a contracting dimension can be quantised.
+        over; None for vectors.
+      is_router: whether it decides where tokens go. Such a matrix is small, and an error in it
+        sends tokens elsewhere: it is never quantised, and trained only if it is named.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +37,7 @@ class ParamInfo:
     init: str = "normal"
     contracting: int | None = None
     std: float | None = None
+    is_router: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -44,9 +47,19 @@ class ParamInfo:
         return self.contracting is not None
 
     @property
+    def is_quantisable(self) -> bool:
+        """Whether it is one of the weights that a quantised base holds as codes."""
+        return self.is_matrix and not self.is_router
+
+    @property
     def is_stacked(self) -> bool:
         """Whether it leads with a layer axis."""
         return "layers" in self.axes
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it holds the same of several experts, along the dimension after the layers."""
+        return "experts" in self.axes
 
     @property
     def is_transposed(self) -> bool:
@@ -55,9 +68,9 @@ class ParamInfo:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape of one layer in a file of Hugging Face's layout."""
+        """Shape of one layer as Hugging Face has it; of all of its experts together."""
         shape = self.shape[1:] if self.is_stacked else self.shape
-        return shape[::-1] if self.is_transposed else shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.is_transposed else shape
 
     @property
     def matrix_dims(self) -> tuple[int, int]:

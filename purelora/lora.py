@@ -5,6 +5,8 @@
                                                  layers.self_attn.q_proj.lora_b [n, r, N]
                                      with DoRA   layers.self_attn.q_proj.lora_magnitude [n, N]
     embed_tokens.weight [V, D]                ─▶ embed_tokens.lora_a [V, r], .lora_b [r, D]
+    layers.mlp.experts.up_proj.weight         ─▶ layers.mlp.experts.up_proj.lora_a [n, E, D, r]
+                               [L, E, D, F]      layers.mlp.experts.up_proj.lora_b [n, E, r, F]
 
 A module computes `y = x W + scaling · (x A) B`. `n` is the number of layers of the stack that are
 adapted: all L, unless the settings name only some. Then the adapters are stored for these layers
@@ -35,9 +37,10 @@ def adapter_infos(
 ) -> trees.Tree:
     """Declarations of `lora_a` [n, K, r] and `lora_b` [n, r, N] of every target, in float32.
 
-    K is the weight's contracting dimension and N the other one (for an embedding, rows and columns
-    of the table); each takes the logical axis of the weight's dimension it comes from, so adapter
-    specs follow the base kernel's spec axis by axis. With DoRA there is a `lora_magnitude` [n, N].
+    Of experts these are [n, E, K, r] and [n, E, r, N]: every expert has its own. K is the weight's
+    contracting dimension and N the other one (for an embedding, rows and columns of the table);
+    each takes the logical axis of the weight's dimension it comes from, so adapter specs follow the
+    base kernel's spec axis by axis. With DoRA there is a `lora_magnitude` [n, N].
 
     Args:
       modules: what adapters can go to.
@@ -48,7 +51,9 @@ def adapter_infos(
     for path, target in targets.items():
         weight = modules[path].weight
         k, n = weight.matrix_dims[::-1] if target.is_embedding else weight.matrix_dims
-        lead = ((len(target.layers),), ("layers",)) if target.layers else ((), ())
+        lead: tuple[Any, Any] = ((len(target.layers),), ("layers",)) if target.layers else ((), ())
+        if weight.has_experts:
+            lead = ((*lead[0], weight.shape[-3]), (*lead[1], weight.axes[-3]))
         outer = info.ParamInfo((*lead[0], weight.shape[n]), "float32", (*lead[1], weight.axes[n]))
         flat[f"{path}.lora_a"] = dataclasses.replace(
             outer,
@@ -87,12 +92,13 @@ def initial(infos: trees.Tree, targets: Mapping[str, Target], *, key: jax.Array)
     flat = trees.flatten(info.initial_tree(infos, key=key))
     for path, target in targets.items():
         if len(set(target.ranks)) > 1:
-            mask = rank_mask(target)
             a, b = f"{path}.lora_a", f"{path}.lora_b"
+            between = (1,) * (flat[a].ndim - 2)
+            mask = rank_mask(target).reshape(-1, *between, target.r)
             # A normal lora_a has the deviation 1 / r of each layer's own rank.
-            own = 1.0 if declared[a].std is None else target.r / mask.sum(1, keepdims=True)
-            flat[a] = flat[a] * (mask * own)[:, None, :]
-            flat[b] = flat[b] * mask[:, :, None]
+            own = 1.0 if declared[a].std is None else target.r / mask.sum(-1, keepdims=True)
+            flat[a] = flat[a] * (mask * own)
+            flat[b] = flat[b] * mask.swapaxes(-1, -2)
     return trees.unflatten(flat)
 
 

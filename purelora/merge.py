@@ -4,10 +4,12 @@
     python -m purelora.merge --adapter=A --weight=0.7 --adapter=B --weight=0.3 --output=model.gguf
     python -m purelora.merge --adapter=runs/qlora --onto=dequantised --qtype=int8 --output=merged
 
---adapter=PATH     a run, one of its steps, or a PEFT folder; may be given several times
+--adapter=PATH     a run, one of its steps, a PEFT folder or (with --model) a MaxText checkpoint;
+                   may be given several times
 --weight=NUMBER    how much of the update of each adapter; one for each, or none at all for 1
 --output=PATH      a new folder (Hugging Face safetensors), or a new file that ends in .gguf
 --model=PATH       the base; by default the one that the first adapter names
+--hf-folder=PATH   for a base that is a MaxText checkpoint: the folder of config.json and tokenizer
 --onto=NAME        `original` weights (default), or `dequantised`: as the run saw them
 --qtype=TYPE       how that base was quantised (int8, int4, nf4 or fp8); by default as the run says
 --tile-size=N      goes with --qtype, as quant.tile_size; without it, one scale per output channel
@@ -23,6 +25,7 @@ left in the written dtype; what rounds away is not in the model.
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,12 +57,13 @@ from purelora.io import (
     gguf_write,
     hf,
     hf_write,
+    maxtext,
     output,
     peft,
     source,
 )
 from purelora.io import safetensors_file as files
-from purelora.models import causal_lm
+from purelora.models import causal_lm, multimodal, storage
 
 _FLOATS = {
     "float32": np.dtype(np.float32),
@@ -68,6 +72,7 @@ _FLOATS = {
 }
 _GGUF_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
 REPORT = "merge_report.json"
+_HEAD = f"{targets.HEAD}.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Options:
     adapter: tuple[str, ...] = ()
     weight: tuple[str, ...] = ()
     model: str | None = None
+    hf_folder: str | None = None
     onto: Literal["original", "dequantised"] = "original"
     qtype: Literal["int8", "int4", "nf4", "fp8"] | None = None
     tile_size: int | None = None
@@ -152,8 +158,8 @@ class Survival(NamedTuple):
     error: float
 
 
-# weight name, base's values -> base's values as training saw them
-Base = Callable[[str, np.ndarray], np.ndarray]
+# part of a tensor, base's values -> base's values as training saw them
+Base = Callable[[storage.Part, np.ndarray], np.ndarray]
 Weighted = tuple[peft.Adapter, float]
 
 
@@ -162,8 +168,7 @@ def main(argv: Sequence[str]) -> int:
     options = cli.options(Options, argv)
     weights = _checked(options)
     output.check_free(options.output)
-    adapters = [artefact.open_adapter(path) for path in options.adapter]
-    opened = run_model.open_model(_base_path(options, adapters))
+    opened, adapters = _opened(options)
     model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
     base = _dequantised(options, model) if options.onto == "dequantised" else _as_is
     placed: list[Weighted] = []
@@ -176,6 +181,10 @@ def main(argv: Sequence[str]) -> int:
     check_fingerprints(opened.source, model, adapters)
     form = output_form(options, opened.source.config)
     merged = Merged(opened.source, model, placed, base, form)
+    if merged.left_out:
+        print(
+            f"{len(merged.left_out)} tensors beside the text model are kept as they are", flush=True
+        )
     write(options, opened, merged, form)
     print(describe(merged.survivals), flush=True)
     return 0
@@ -192,20 +201,24 @@ def _checked(options: Options) -> list[float]:
     return weights
 
 
-def _base_path(options: Options, adapters: Sequence[peft.Adapter]) -> str:
+def _opened(options: Options) -> tuple[builtin.Model, list[peft.Adapter]]:
+    """The base and the adapters, of which the first names it if the arguments do not."""
     if options.model is not None:
-        return options.model
+        opened = run_model.open_model(options.model, hf_folder=options.hf_folder)
+        base = opened.source.config
+        return opened, [artefact.open_adapter(path, base) for path in options.adapter]
+    adapters = [artefact.open_adapter(path) for path in options.adapter]
     path = adapters[0].config.base_model_name_or_path
     if path is None:
         raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
-    return path
+    return run_model.open_model(path, hf_folder=options.hf_folder), adapters
 
 
 def check_copies(base: source.Source, attached: artefact.Attached) -> None:
     """Raises ModelError if an adapter holds copies of the base's weights that differ from them."""
-    own = {}
+    own, layout = {}, attached.model.layout_of(base.shapes())
     for path in attached.base_weights:
-        values = base.read(attached.model.hf_names[path][0]).array.astype(np.float32)
+        values = base.read(layout.parts[path][0].tensor).array.astype(np.float32)
         is_transposed = attached.model.flat_infos[path].is_transposed
         own[path] = jnp.asarray(values.T if is_transposed else values)
     artefact.check_copies(attached, trees.unflatten(own))
@@ -220,8 +233,7 @@ def check_fingerprints(
     """
     stated = [adapter for adapter in adapters if adapter.base_fingerprint is not None]
     if stated:
-        names = [name for names in model.hf_names.values() for name in names]
-        fingerprint = source.identify(base, names)
+        fingerprint = source.identify(base, model.layout_of(base.shapes()).shapes)
         for adapter in stated:
             artefact.check_base(adapter, fingerprint)
 
@@ -262,27 +274,25 @@ def output_form(options: Options, hf_config: Mapping[str, Any]) -> Form:
     return Form(_FLOATS[dtype], None)
 
 
-def _as_is(name: str, values: np.ndarray) -> np.ndarray:
-    del name
+def _as_is(part: storage.Part, values: np.ndarray) -> np.ndarray:
+    del part
     return values
 
 
 def _dequantised(options: Options, model: causal_lm.CausalLM) -> Base:
     """The base that training saw: quantised and dequantised again."""
-    infos = _quantised_infos(options, model)
-    flat = trees.flatten(infos)
-    paths = {name: path for path, names in model.hf_names.items() for name in names}
+    flat = trees.flatten(_quantised_infos(options, model))
     rounded = jax.jit(
         lambda values, like: quant.dequantise(quant.quantise(values, like)), static_argnums=1
     )
 
-    def base(name: str, values: np.ndarray) -> np.ndarray:
-        like, info = flat[paths[name]], model.flat_infos[paths[name]]
+    def base(part: storage.Part, values: np.ndarray) -> np.ndarray:
+        like = flat[part.leaf]
         if not isinstance(like, qwix.QArray):
             return values
-        kernel = values.T if info.is_transposed else values
+        kernel = values.T if part.is_transposed else values
         result = np.asarray(rounded(kernel, like))
-        return result.T if info.is_transposed else result
+        return result.T if part.is_transposed else result
 
     return base
 
@@ -335,12 +345,13 @@ class Merged:
         self._adapters = adapters
         self._base = base
         self._form = form
-        self._survivals: dict[str, Survival] = {}
+        self._layout = model.layout_of(base_source.shapes())
+        self._changes: dict[str, _Change] = {}
 
     @property
     def survivals(self) -> list[Survival]:
         """What is left of the update of every module that has been made so far."""
-        return list(self._survivals.values())
+        return [change.survival(module) for module, change in self._changes.items()]
 
     @property
     def is_untied(self) -> bool:
@@ -355,54 +366,99 @@ class Merged:
 
     def config(self) -> dict[str, Any]:
         """The base's config.json, untied where it has to be."""
-        own = {"tie_word_embeddings": False} if self.is_untied else {}
-        return dict(self._source.config) | own
+        config = dict(self._source.config)
+        if self.is_untied:
+            config["tie_word_embeddings"] = False
+            if "text_config" in config:
+                config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+        return config
 
     def tensors(self) -> dict[str, files.Spec]:
-        """All tensors by Hugging Face name, each made when it is asked for."""
-        table = self._model.hf_names[f"{targets.EMBEDDING}.weight"][0]
-        sources = {name: name for names in self._model.hf_names.values() for name in names}
+        """All tensors by the base's own names, each made when it is asked for."""
+        table = self._layout.parts[f"{targets.EMBEDDING}.weight"][0].tensor
+        sources = {name: name for name in self._layout.shapes}
         if self.is_untied:
-            sources[f"{self._model.modules[targets.HEAD].names[0]}.weight"] = table
+            sources[multimodal.beside(_HEAD, table)] = table
         shapes = self._source.shapes()
-        return {
+        made = {
             name: files.Spec(self._form.dtype, tuple(shapes[own]), self._loader(name, own))
             for name, own in sources.items()
         }
+        return made | {name: self._untouched(name) for name in self.left_out}
+
+    @property
+    def left_out(self) -> list[str]:
+        """The base's tensors that are no part of the model; they are written as they are."""
+        return self._model.left_out(self._source.shapes())
+
+    def _untouched(self, name: str) -> files.Spec:
+        stored = self._source.read(name).array
+        return files.Spec(stored.dtype, stored.shape, lambda: self._source.read(name).array)
 
     def _loader(self, name: str, own: str) -> Callable[[], np.ndarray]:
         def load() -> np.ndarray:
-            values = self._source.read(own).array.astype(np.float32)
-            return self._merged(name, self._base(own, values))
+            stored = self._source.read(own).array
+            written = np.empty(stored.shape, self._form.dtype)
+            for part in self._layout.contents[own]:
+                values = stored[part.box].astype(np.float32)
+                # A box has all dimensions of its tensor; an expert is a matrix.
+                matrix = values if part.expert is None else values.reshape(values.shape[-2:])
+                called = part.name if name == own else _HEAD
+                made = self._merged(called, part.expert, self._base(part, matrix))
+                written[part.box] = made.reshape(values.shape)
+            return written
 
         return load
 
-    def _merged(self, name: str, base: np.ndarray) -> np.ndarray:
+    def _merged(self, name: str, expert: int | None, base: np.ndarray) -> np.ndarray:
+        """The values of a part of a tensor; `name` is that of its layer of a leaf."""
         module, _, kind = name.rpartition(".")
         having = [(a, w) for a, w in self._adapters if module in a.modules]
         if not having:
             return self._form.cast(name, base)
         if len(having) == 1 and having[0][1] == 1:  # Exactly the adapter's own whole weights.
-            result = arithmetic.updated(having[0][0], module, kind, base)
+            result = arithmetic.updated(having[0][0], module, kind, base, expert=expert)
         else:
-            updates = [w * (arithmetic.updated(a, module, kind, base) - base) for a, w in having]
+            updates = [
+                w * (arithmetic.updated(a, module, kind, base, expert=expert) - base)
+                for a, w in having
+            ]
             result = base + np.sum(np.stack(updates), axis=0, dtype=np.float32)
         written = self._form.cast(name, result)
         if kind == "weight":
-            self._survivals[module] = _survival(module, base, result, self._form)
+            self._changes.setdefault(module, _Change()).add(base, result, self._form)
         return written
 
 
-def _survival(module: str, base: np.ndarray, result: np.ndarray, form: Form) -> Survival:
-    """Compares the change that is written with the update that was wanted."""
-    update = (result - base).astype(np.float64)
-    change = form.rounded(result) - form.rounded(base)
-    size, whole = float(np.linalg.norm(update)), float(np.linalg.norm(base))
-    if size == 0:
-        return Survival(module, 0.0, 1.0, 0.0)
-    kept = float(np.vdot(change, update) / size**2)
-    error = float(np.linalg.norm(change - update) / size)
-    return Survival(module, size / max(whole, 1e-30), kept, error)
+@dataclasses.dataclass
+class _Change:
+    """What is written of the update of a module, against what was wanted; experts are summed up.
+
+    Attributes:
+      update, whole, error: squared norms of the update, of the base's weight, and of what is
+        written less the update.
+      along: scalar product of what is written and the update.
+    """
+
+    update: float = 0.0
+    whole: float = 0.0
+    error: float = 0.0
+    along: float = 0.0
+
+    def add(self, base: np.ndarray, result: np.ndarray, form: Form) -> None:
+        update = (result - base).astype(np.float64)
+        change = form.rounded(result) - form.rounded(base)
+        self.update += float(np.vdot(update, update))
+        self.whole += float(np.vdot(base, base))
+        self.error += float(np.vdot(change - update, change - update))
+        self.along += float(np.vdot(change, update))
+
+    def survival(self, module: str) -> Survival:
+        if self.update == 0:
+            return Survival(module, 0.0, 1.0, 0.0)
+        size = math.sqrt(self.update / max(self.whole, 1e-60))
+        error = math.sqrt(self.error / self.update)
+        return Survival(module, size, self.along / self.update, error)
 
 
 def write(options: Options, opened: builtin.Model, merged: Merged, form: Form) -> None:
@@ -420,11 +476,13 @@ def write(options: Options, opened: builtin.Model, merged: Merged, form: Form) -
             element_type=form.element_type,
         )
         return
-    companions = (
-        hf_write.folder_files(opened.source.path)
-        if isinstance(opened.source, hf.HFSource)
-        else hf_write.tokenizer_files(opened.tokenizer)
-    )
+    source = opened.source
+    if isinstance(source, hf.HFSource):
+        companions = hf_write.folder_files(source.path)
+    elif isinstance(source, maxtext.MaxTextSource):
+        companions = hf_write.folder_files(source.hf_folder)
+    else:
+        companions = hf_write.tokenizer_files(opened.tokenizer)
     hf_write.write_folder(
         options.output,
         merged.config(),

@@ -15,6 +15,9 @@ record says 1). Numbers that are not finite stand as the strings "nan", "inf" an
             flops_per_sec           floating-point operations / second on all devices; null likewise
             learning_rate           -
             grad_norm               global norm of the mean gradient before clipping
+            router_aux_loss         load-balancing loss of each layer with experts, without its
+                                    coefficient; null for models without
+            router_z_loss           router z-loss, likewise
             applied                 true; false if the batch was skipped
             skipped_steps           steps skipped so far
             step_secs               seconds
@@ -41,7 +44,7 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
 import jax
 import tqdm
@@ -63,6 +66,8 @@ class TrainRecord:
     flops_per_sec: float | None
     learning_rate: float
     grad_norm: float
+    router_aux_loss: list[float] | None
+    router_z_loss: list[float] | None
     applied: bool
     skipped_steps: int
     step_secs: float
@@ -170,11 +175,15 @@ class MetricsLog:
 
 
 def _to_json(record: Record) -> str:
-    values = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in dataclasses.asdict(record).items()
-    }
+    values = {name: _finite(value) for name, value in dataclasses.asdict(record).items()}
     return json.dumps({"kind": record.kind, **values}, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """A value, or each of a list, with a text in place of a number that JSON cannot hold."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: bytes) -> int | None:
@@ -260,6 +269,12 @@ def peak_flops_per_sec(device_kinds: Sequence[str]) -> float | None:
     return sum(_PEAK_FLOPS_PER_SEC[kind] for kind in device_kinds)
 
 
+def _mean(record: TrainRecord) -> float:
+    """The load-balancing loss over all layers."""
+    losses = record.router_aux_loss or [math.nan]
+    return sum(losses) / len(losses)
+
+
 # A short bar, so that a terminal's width leaves room for what comes after it.
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n}/{total} [{elapsed}<{remaining}]{postfix}"
 
@@ -337,6 +352,7 @@ class Progress:
         parts += [
             f"lr {record.learning_rate:.2e}",
             f"grad norm {record.grad_norm:.3g}",
+            *([] if record.router_aux_loss is None else [f"router aux {_mean(record):.4f}"]),
             f"peak {si(record.peak_memory_bytes, 'iB', 1024)}",
         ]
         if record.skipped_steps:

@@ -46,8 +46,8 @@ class Parallel:
         """Largest over the devices that share the weight; not differentiable."""
         return part
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """The input of a module that is split by outputs: its gradients will be summed."""
+    def spread(self, x: Any) -> Any:
+        """The input (a pytree) of a module that is split by outputs: its gradients are summed."""
         return x
 
     def collect(self, y: jax.Array) -> jax.Array:
@@ -56,3 +56,32 @@ class Parallel:
 
 
 WHOLE = Parallel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How tokens reach experts, where devices with different rows hold different ones.
+
+    Every device gets the rows of all, and its own rows' sums of what all have computed.
+    """
+
+    @property
+    def ways(self) -> int:
+        """How many devices share the experts."""
+        return 1
+
+    def first(self, size: int) -> Any:
+        """Number of the first of this device's `size` experts."""
+        del size
+        return 0
+
+    def gather(self, rows: jax.Array) -> jax.Array:
+        """The rows of all devices, `[B, ...]`, one device's after the other's."""
+        return rows
+
+    def sum_scatter(self, rows: jax.Array) -> jax.Array:
+        """This device's rows of the sum over the devices; the transpose of `gather`."""
+        return rows
+
+
+ALONE = Exchange()

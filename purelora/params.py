@@ -32,7 +32,8 @@ def whole(weight: quant.Weight) -> quant.Weight:
     jax.tree_util.register_dataclass,
     data_fields=["weight", "bias", "lora_a", "lora_b", "scaling", "magnitude", "token_rows"],
     meta_fields=[
-        "name", "gather", "keep_gathered", "parallel", "contracting", "frozen", "token_ids",
+        "name", "gather", "keep_gathered", "parallel", "exchange", "contracting", "frozen",
+        "token_ids",
     ],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Module:
       gather: makes a shard of the weight whole, but for what `parallel` says.
       keep_gathered: whether the backward pass finds what was gathered in the forward pass.
       parallel: how the weight is split for the matmul itself.
+      exchange: of experts, how tokens reach those of other devices.
       contracting: dimension of the weight that a matmul sums over; None for a vector.
       frozen: whether the weight is not trained, so that no gradient of it is formed.
       token_ids: which rows `token_rows` are.
@@ -66,6 +68,7 @@ class Module:
     gather: quant.Gather
     keep_gathered: bool
     parallel: parallel_lib.Parallel
+    exchange: parallel_lib.Exchange
     contracting: int | None
     frozen: bool
     token_ids: tuple[int, ...]
@@ -77,11 +80,13 @@ class Shards(NamedTuple):
     Attributes:
       gathers: how to make a sharded leaf whole, by leaf path.
       parallels: how a matmul is split, by module path.
+      exchanges: how tokens reach experts, by module path.
       keep_gathered: keep what was gathered for the backward pass, instead of gathering it again.
     """
 
     gathers: Mapping[str, quant.Gather] = types.MappingProxyType({})
     parallels: Mapping[str, parallel_lib.Parallel] = types.MappingProxyType({})
+    exchanges: Mapping[str, parallel_lib.Exchange] = types.MappingProxyType({})
     keep_gathered: bool = False
 
 
@@ -119,6 +124,7 @@ def bind(
             gather=shards.gathers.get(weight, whole),
             keep_gathered=shards.keep_gathered and weight in shards.gathers,
             parallel=shards.parallels.get(path, parallel_lib.WHOLE),
+            exchange=shards.exchanges.get(path, parallel_lib.ALONE),
             contracting=infos[weight].contracting if weight in infos else None,
             frozen=weight not in trained,
             token_ids=adaptation.token_ids,
@@ -153,6 +159,27 @@ def _adapter(
     return spread | {"scaling": jnp.asarray(scaling)}
 
 
-def layer(stack: trees.Tree, index: int) -> trees.Tree:
-    """One layer of a stack of bound modules."""
+def layer(stack: Any, index: int) -> Any:
+    """One layer of a stack of bound modules, or of any arrays that lead with a layer axis."""
     return jax.tree.map(lambda array: array[index], stack)
+
+
+def split_weights(stack: trees.Tree) -> tuple[dict[str, quant.Weight], trees.Tree]:
+    """Bound modules as their frozen weights, by module path, and the modules without these."""
+    flat = trees.flatten(stack)
+    frozen = {p: m.weight for p, m in flat.items() if m.frozen and m.weight is not None}
+    rest = {p: dataclasses.replace(m, weight=None) if p in frozen else m for p, m in flat.items()}
+    return frozen, trees.unflatten(rest)
+
+
+def with_weights(
+    modules: trees.Tree, frozen: Mapping[str, quant.Weight], position: jax.Array
+) -> trees.Tree:
+    """One layer's modules with its weights of whole stacks: what `split_weights` took away."""
+    flat = trees.flatten(modules)
+    for path, stack in frozen.items():
+        weight = jax.tree.map(
+            lambda array: jax.lax.dynamic_index_in_dim(array, position, keepdims=False), stack
+        )
+        flat[path] = dataclasses.replace(flat[path], weight=weight)
+    return trees.unflatten(flat)

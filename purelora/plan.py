@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from purelora import collectives, config, errors, flops, info, lora, params, quant, specs, targets
 from purelora import rules as rules_lib
 from purelora import tree as trees
-from purelora.models import causal_lm
+from purelora.models import causal_lm, moe
 
 # A weight is large from this share of all weights' bytes and this size on.
 _LARGE_SHARE, _LARGE_BYTES = 0.005, 1_000_000
@@ -96,6 +96,17 @@ class Plan:
         )
 
     @property
+    def loss_options(self) -> dict[str, Any]:
+        """What the loss of a training step depends on besides model and batch."""
+        c = self.config
+        weights = moe.RouterLossWeights(
+            balance=c.router_aux_loss_coef,
+            z=c.router_z_loss_coef,
+            is_pooled=c.router_aux == "transformers",
+        )
+        return {"dropout_rate": c.lora.lora_dropout, "router": weights}
+
+    @property
     def device_kinds(self) -> list[str]:
         """Kind of each device of the mesh."""
         return [device.device_kind for device in self.mesh.devices.flat]
@@ -103,13 +114,14 @@ class Plan:
     @property
     def flops_per_token(self) -> float:
         """Operations per token of a training step."""
-        weights = self.model.flat_infos
+        weights, experts = self.model.flat_infos, self.model.config.experts
         trained = {p: i for p, i in trees.flatten(self.trainable_infos).items() if i.is_matrix}
         return flops.per_token(
             weights,
             {path: leaf for path, leaf in trained.items() if path not in weights},
             trained_weights={path for path in trained if path in weights},
-            attention_width=self.model.config.num_attention_heads * self.model.config.head_dim,
+            experts_share=1.0 if experts is None else experts.per_token / experts.count,
+            attention_widths=[s.num_attention_heads * s.head_dim for s in self.model.layer_configs],
             windows=[kind.window for kind in self.model.config.layer_kinds],
             length=self.config.max_length,
         )
@@ -131,7 +143,26 @@ class Plan:
             parts.append(f"in full {', '.join(adaptation.full)}{tied}")
         if adaptation.token_ids:
             parts.append(f"{len(adaptation.token_ids)} rows of {targets.EMBEDDING}")
+        trained_whole = {path.removesuffix(".weight") for path in adaptation.full}
+        frozen = [
+            f"{_short_name(path)} (router) frozen"
+            for path, module in self.model.modules.items()
+            if module.kind == "router" and path not in {*adaptation.targets, *trained_whole}
+        ]
+        parts += dict.fromkeys(frozen)
         return f"{', '.join(parts)}: {share}"
+
+    def describe_base(self) -> str:
+        """Bytes of the base by dtype, and which of its matrices stay unquantised."""
+        size = f"{bytes_by_dtype(self.base_infos or self.trainable_infos)} bytes"
+        kept = {
+            path.removesuffix(".weight").rpartition(".")[2]: " (router)" if leaf.is_router else ""
+            for path, leaf in trees.flatten(self.base_infos).items()
+            if isinstance(leaf, info.ParamInfo) and leaf.is_matrix
+        }
+        if self.config.quant.qtype == "none" or not kept:
+            return size
+        return f"{size} ({', '.join(name + what for name, what in kept.items())} not quantised)"
 
     @property
     def _trains_tied_table(self) -> bool:
@@ -141,14 +172,23 @@ class Plan:
 def _describe_adapters(adaptation: targets.Adaptation) -> str:
     """`adapters (r=16) on q_proj in 30 layers, ...`, with the ranks of a target that differs."""
     ranks = {r for target in adaptation.targets.values() for r in target.ranks}
-    modules = []
+    by_name: dict[str, list[targets.Target]] = {}
     for path, target in adaptation.targets.items():
-        count = len(target.names)
-        own = f" (r={_span(target.ranks)})" if len(ranks) > 1 else ""
-        name = f"{path.rpartition('.')[2]}{own}"
-        modules.append(f"{name} in {count} layer{'s' if count != 1 else ''}")
+        # A module may be in several stacks.
+        by_name.setdefault(_short_name(path), []).append(target)
+    modules = []
+    for name, found in by_name.items():
+        own = [r for target in found for r in target.ranks]
+        rank = f" (r={_span(own)})" if len(ranks) > 1 else ""
+        modules.append(f"{name}{rank} in {len(own)} layer{'s' if len(own) != 1 else ''}")
     shared = f" (r={min(ranks)})" if len(ranks) == 1 else ""
     return f"adapters{shared} on {', '.join(modules)}"
+
+
+def _short_name(path: str) -> str:
+    """The last part of a module's path; of an expert's matrix, and of a router, two."""
+    parts = path.split(".")
+    return ".".join(parts[-2:] if {"experts", "router"} & set(parts) else parts[-1:])
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -172,7 +212,9 @@ def make(
     problems: list[errors.Problem] = []
     with errors.collected(problems):
         sizes = settings.mesh
-        mesh = specs.make_mesh(sizes.data, sizes.fsdp, devices, tensor=sizes.tensor)
+        mesh = specs.make_mesh(
+            sizes.data, sizes.fsdp, devices, expert=sizes.expert, tensor=sizes.tensor
+        )
         _check_rows(settings, mesh)
     with errors.collected(problems):
         if settings.lora.enabled:
@@ -190,6 +232,8 @@ def make(
     base = quant.quantised_infos(
         model.frozen_infos(), qtype=q.qtype, tile_size=q.tile_size, skip=q.skip
     )
+    frozen = trees.flatten(model.frozen_infos())
+    quant.check_coverage(frozen, trees.flatten(base), q)
     trainable = model.adapter_infos(settings.lora.init_lora_weights)
     return _checked(Plan(settings, model, mesh, base, trainable))
 
@@ -231,18 +275,41 @@ def _checked(plan: Plan) -> Plan:
         axes.setdefault(path.rpartition(".")[0], set()).update(leaf.axes)
     plan.rules.check_overrides(axes)
     _ = plan.base_specs, plan.trainable_specs, plan.shards
-    _check_tensor(plan)
+    _check_idle_axes(plan)
+    _check_router_losses(plan)
     _check_replicated(plan)
     return plan
 
 
-def _check_tensor(plan: Plan) -> None:
-    """Raises ConfigError if devices along `tensor` would all do the same."""
-    ways = plan.mesh.shape[rules_lib.TENSOR]
-    if ways > 1 and not plan.shards.parallels:
-        what = "splits nothing: by mesh.rules no axis of this model goes to it"
-        remedy = "add heads:tensor, kv_heads:tensor, mlp:tensor or vocab:tensor, or set it to 1"
-        raise errors.ConfigError(f"mesh.{rules_lib.TENSOR}", ways, what, remedy)
+def _check_idle_axes(plan: Plan) -> None:
+    """Raises ConfigError if devices along `tensor` or `expert` would all do the same."""
+    offers = {
+        rules_lib.TENSOR: (
+            plan.shards.parallels,
+            "add heads:tensor, kv_heads:tensor, mlp:tensor or vocab:tensor, or set it to 1",
+        ),
+        rules_lib.EXPERT: (
+            plan.shards.exchanges,
+            "set it to 1; for a mixture of experts, add experts:expert",
+        ),
+    }
+    for axis, (used, remedy) in offers.items():
+        ways = plan.mesh.shape[axis]
+        if ways > 1 and not used:
+            what = "splits nothing: by mesh.rules no axis of this model goes to it"
+            raise errors.ConfigError(f"mesh.{axis}", ways, what, remedy)
+
+
+def _check_router_losses(plan: Plan) -> None:
+    """Raises ConfigError if losses of a routing are asked for that the model does not have."""
+    coefs = ("router_aux_loss_coef", "router_z_loss_coef")
+    problems = [
+        errors.Problem(name, getattr(plan.config, name), "this model has no experts", "set it to 0")
+        for name in coefs
+        if getattr(plan.config, name) and plan.model.config.experts is None
+    ]
+    if problems:
+        raise errors.ConfigError.of(problems)
 
 
 def _check_replicated(plan: Plan) -> None:

@@ -27,8 +27,9 @@ over all layers, whatever the remat policy.
 import dataclasses
 import functools
 import itertools
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,8 @@ import qwix
 from purelora import errors
 from purelora import info as infos_lib
 from purelora import tree as trees
+
+_LEAST_SHARE = 0.95  # Of the layers' matrices that must be quantised.
 
 Weight = Any  # jax.Array | qwix.QArray: a QArray's fields may also hold infos or specs
 Gather = Callable[[Weight], Weight]
@@ -154,7 +157,7 @@ def check_skip(paths: Sequence[str], skip: Sequence[str]) -> None:
 def quantised_infos(
     infos: trees.Tree, *, qtype: str, tile_size: int | None, skip: Sequence[str]
 ) -> trees.Tree:
-    """Replaces the info of every matrix that is not skipped by a QArray of infos.
+    """Replaces the info of every matrix that is no router and not skipped by a QArray of infos.
 
     `tile_size` must divide the contracting dimension (`specs` checks that before, with the mesh).
 
@@ -164,7 +167,7 @@ def quantised_infos(
     if qtype == "none":
         return infos
     flat = trees.flatten(infos)
-    chosen = {p: i for p, i in flat.items() if i.is_matrix and not is_skipped(p, skip)}
+    chosen = {p: i for p, i in flat.items() if i.is_quantisable and not is_skipped(p, skip)}
     if _FORMATS[qtype].codes_per_byte == 2:
         _check_pairs(chosen, qtype, tile_size)
     return trees.unflatten(
@@ -173,6 +176,35 @@ def quantised_infos(
             for path, leaf in flat.items()
         }
     )
+
+
+def check_coverage(
+    infos: Mapping[str, infos_lib.ParamInfo], quantised: Mapping[str, Any], q: Any
+) -> None:
+    """Raises ConfigError where much of the layers' matrices stays unquantised without being asked.
+
+    Counted are the elements of all weights of layers that have two dimensions or more for each
+    layer, however they are declared: not the embedding and the head, which are in no layer, nor
+    routers. Of those that no pattern of `quant.skip` names, 95 % must be quantised.
+
+    Args:
+      infos: flat declarations of the frozen weights.
+      quantised: what `quantised_infos` made of them, flat.
+      q: the section `quant`.
+    """
+    counted = {
+        path: math.prod(leaf.shape)
+        for path, leaf in infos.items()
+        if leaf.is_stacked and len(leaf.shape) > 2 and not leaf.is_router
+        and not is_skipped(path, q.skip)
+    }  # fmt: skip
+    left = {p: n for p, n in counted.items() if not isinstance(quantised[p], qwix.QArray)}
+    if q.qtype != "none" and sum(left.values()) > (1 - _LEAST_SHARE) * sum(counted.values()):
+        share = 1 - sum(left.values()) / sum(counted.values())
+        names = ", ".join(path.removesuffix(".weight") for path in left)
+        what = f"quantises {share:.1%} of the layers' matrices; {names} would stay as they are"
+        remedy = "name them in quant.skip if that is meant, or use quant.qtype='none'"
+        raise errors.ConfigError("quant.qtype", q.qtype, what, remedy)
 
 
 def _check_pairs(
@@ -314,7 +346,7 @@ def dot(
     return y.astype(out)
 
 
-def _dot_transposed(g: jax.Array, weight: Weight, contracting: int) -> jax.Array:
+def dot_transposed(g: jax.Array, weight: Weight, contracting: int) -> jax.Array:
     """The cotangent of `x` in `dot(x, weight, contracting)`: contracts the other dimension."""
     other = -3 - contracting
     if not isinstance(weight, qwix.QArray):
@@ -390,7 +422,7 @@ def _frozen_dot_bwd(
 ) -> tuple[jax.Array, None]:
     del out_dtype
     shard, like_x = saved
-    return _dot_transposed(g.astype(like_x.dtype), gather(shard), contracting), None
+    return dot_transposed(g.astype(like_x.dtype), gather(shard), contracting), None
 
 
 frozen_dot.defvjp(_frozen_dot_fwd, _frozen_dot_bwd)

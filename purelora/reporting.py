@@ -25,6 +25,17 @@ class _Values(NamedTuple):
     grad_norm: float
     learning_rate: float
     applied: float
+    router: tuple[list[float], list[float]] | tuple[None, None]
+
+    @classmethod
+    def of(cls, found: step.Metrics) -> "_Values":
+        """Waits for the metrics."""
+        *scalars, losses = found
+        router: tuple[Any, Any] = (None, None)
+        if losses is not None:
+            router = (np.asarray(losses.balance_L).tolist(), np.asarray(losses.z_L).tolist())
+        total, weight, norm, rate, applied = (float(np.asarray(value)) for value in scalars)
+        return cls(total, weight, norm, rate, applied, router)
 
 
 class _Pending(NamedTuple):
@@ -159,7 +170,7 @@ class Reporter:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        values = _Values(*(float(np.asarray(value)) for value in pending.metrics))
+        values = _Values.of(pending.metrics)
         now = time.perf_counter()
         secs, self._last = now - self._last, now
         self._skipped += int(not values.applied)
@@ -230,6 +241,7 @@ class Reporter:
             flops=pending.tokens * self._run.plan.flops_per_token,
             secs=secs,
         )
+        balance, z = values.router
         return metrics.TrainRecord(
             step=pending.step,
             loss=values.loss_sum / values.weight_sum if values.weight_sum else float("nan"),
@@ -238,6 +250,8 @@ class Reporter:
             **rates._asdict(),
             learning_rate=values.learning_rate,
             grad_norm=values.grad_norm,
+            router_aux_loss=balance,
+            router_z_loss=z,
             applied=bool(values.applied),
             skipped_steps=self._skipped,
             step_secs=secs,

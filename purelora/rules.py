@@ -7,14 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 from purelora import config, errors
 
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-MESH_AXES = (DATA, FSDP, TENSOR)
-BATCH_AXES = (DATA, FSDP)  # The rows of a batch are split over both.
+DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
+MESH_AXES = (DATA, FSDP, EXPERT, TENSOR)
+BATCH_AXES = (DATA, FSDP, EXPERT)  # The rows of a batch are split over these.
+# What these split is not made whole for the maths: each device computes its part.
+SPLIT_AXES = (EXPERT, TENSOR)
 
 # What a rule may speak of. Layers are never split: a scan goes over them.
 _LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "rank")
-# Where the maths of a module is split between devices (`parallel`), and not just its storage.
-_TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
+# Where the maths of a module is split between devices (`parallel`), and not just its storage: by
+# mesh axis, the logical axes that can be.
+_MATHS_AXES = {TENSOR: ("heads", "kv_heads", "mlp", "vocab"), EXPERT: ("experts",)}
 
 # (logical axis, mesh axis) pairs; None keeps the axis whole.
 Table = tuple[tuple[str, str | None], ...]
@@ -102,11 +105,11 @@ class Rules:
         if sharded:
             return self
 
-        def tensor_only(pairs: Table) -> Table:
-            return tuple((axis, to) for axis, to in pairs if to in (TENSOR, None))
+        def maths_only(pairs: Table) -> Table:
+            return tuple((axis, to) for axis, to in pairs if to in (*SPLIT_AXES, None))
 
-        overrides = tuple((pattern, tensor_only(pairs)) for pattern, pairs in self.overrides)
-        return dataclasses.replace(self, table=tensor_only(self.table), overrides=overrides)
+        overrides = tuple((pattern, maths_only(pairs)) for pattern, pairs in self.overrides)
+        return dataclasses.replace(self, table=maths_only(self.table), overrides=overrides)
 
 
 def chosen(table: Table, axes: Sequence[str | None]) -> dict[int, str | None]:
@@ -160,11 +163,16 @@ def _parse_table(key: str, texts: Sequence[str], problems: list[errors.Problem])
         if not colon or axis not in _LOGICAL_AXES or to not in (*MESH_AXES, "none"):
             what = 'is not a rule "logical axis:mesh axis"'
             problems.append(errors.Problem(key, rule, what, remedy))
-        elif to == TENSOR and axis not in _TENSOR_AXES:
-            what = f"cannot be followed: {TENSOR} splits matmuls along {', '.join(_TENSOR_AXES)}"
+        elif axis not in _MATHS_AXES.get(to, _LOGICAL_AXES):
+            what = f"cannot be followed: {to} splits the maths along {', '.join(_MATHS_AXES[to])}"
             problems.append(errors.Problem(key, rule, what, f"use {axis}:{FSDP}"))
         pairs.append((axis, None if to == "none" else to))
     return tuple(pairs)
 
 
-RULES = Rules((("embed", FSDP), *((axis, TENSOR) for axis in _TENSOR_AXES)))
+RULES = Rules(
+    (
+        ("embed", FSDP),
+        *((axis, mesh_axis) for mesh_axis in SPLIT_AXES for axis in _MATHS_AXES[mesh_axis]),
+    )
+)

@@ -1,4 +1,4 @@
-"""A purelora run, or one of its steps, as a model: what `model.path` may name beside files.
+"""What `model.path` may name: a purelora run or one of its steps, a MaxText checkpoint, or files.
 
 A run that trains all weights is the model that it has made. A run with adapters is its frozen base,
 if its checkpoints hold all of that (`checkpoint.save_base`); `init_adapter` puts its adapters on
@@ -17,20 +17,34 @@ import qwix
 
 from purelora import checkpoint, config, errors, info, quant
 from purelora import tree as trees
-from purelora.io import builtin, source, tokenizer, wheel
+from purelora.io import builtin, maxtext, source, tokenizer, wheel
 from purelora.models import causal_lm
 
 # The folder in a run's own that holds the tokenizer's files.
 TOKENIZER = "tokenizer"
 
 
-def open_model(path: str, *, progress: wheel.Progress | None = None) -> builtin.Model:
-    """Opens the model that `path` names: a run, a step, or what `builtin.open_model` takes.
+def open_model(
+    path: str, *, hf_folder: str | None = None, progress: wheel.Progress | None = None
+) -> builtin.Model:
+    """Opens the model that `path` names.
+
+    Args:
+      path: a run, a step, a MaxText checkpoint, or what `builtin.open_model` takes.
+      hf_folder: for a MaxText checkpoint, the folder that has its config.json and tokenizer.
+      progress: told about a download as it goes.
 
     Raises:
-      ModelError, CheckpointError: there is no such model, it is damaged, or of an unknown kind.
+      ModelError, CheckpointError: there is no such model, it is damaged, or of an unknown kind; or
+        `hf_folder` does not go with it.
     """
     folder = pathlib.Path(os.path.expanduser(path))
+    arrays = maxtext.find(str(folder)) if path not in builtin.NAMES else None
+    if arrays is not None:
+        return _open_maxtext(path, arrays, hf_folder)
+    if hf_folder is not None:  # It would be ignored.
+        what = "is only for a MaxText checkpoint; other models bring config.json and tokenizer"
+        raise errors.ModelError("model.hf_folder", hf_folder, what, "leave it out")
     if not (is_run(folder) or is_step(folder)):
         return builtin.open_model(path, progress=progress)
     run = folder.parent.parent if is_step(folder) else folder
@@ -39,6 +53,17 @@ def open_model(path: str, *, progress: wheel.Progress | None = None) -> builtin.
         what = f"has no folder {TOKENIZER} beside its checkpoints"
         raise errors.ModelError(str(run), None, what, "give the whole folder of the run")
     return builtin.Model(opened, tokenizer.from_hf(str(run / TOKENIZER)))
+
+
+def _open_maxtext(path: str, arrays: str, hf_folder: str | None) -> builtin.Model:
+    if hf_folder is None:
+        what = "is a MaxText checkpoint, which holds neither config.json nor tokenizer"
+        remedy = "set model.hf_folder (of a command: --hf-folder) to a folder that has both"
+        raise errors.ModelError(path, None, what, remedy)
+    folder = os.path.expanduser(hf_folder)
+    model = builtin.Model(maxtext.open_folder(arrays, folder), tokenizer.from_hf(folder))
+    builtin.check_vocabulary(model)
+    return model
 
 
 def is_run(folder: pathlib.Path) -> bool:
@@ -89,21 +114,21 @@ class RunSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
+        layout = self.model.layout
         return {
-            name: self.model.flat_infos[path].file_shape
-            for path in self.leaves
-            for name in self.model.hf_names[path]
+            name: shape
+            for name, shape in layout.shapes.items()
+            if all(part.leaf in self.leaves for part in layout.contents[name])
         }
 
     def read(self, name: str) -> source.Tensor:
         """One tensor, in float32."""
-        places = {n: (p, i) for p in self.leaves for i, n in enumerate(self.model.hf_names[p])}
-        source.check_name(self.path, name, places)
-        path, index = places[name]
-        leaf, declared = self.leaves[path], self.model.flat_infos[path]
-        layer = jax.tree.map(lambda array: array[index], leaf) if declared.is_stacked else leaf
-        values = np.asarray(quant.dequantise(layer)).astype(np.float32)
-        array = np.ascontiguousarray(values.T if declared.is_transposed else values)
+        shapes = self.shapes()
+        source.check_name(self.path, name, shapes)
+        array = np.empty(shapes[name], np.float32)
+        for part in self.model.layout.contents[name]:
+            leaf = jax.tree.map(lambda values, at=part.index: values[at], self.leaves[part.leaf])
+            part.put(array, np.asarray(quant.dequantise(leaf)).astype(np.float32))
         return source.Tensor(array, source.digest("F32", array.shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:

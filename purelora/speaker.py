@@ -29,6 +29,7 @@ class ModelOptions:
     """Arguments of both commands, see `generate`."""
 
     model: str
+    hf_folder: str | None = None
     adapter: tuple[str, ...] = ()
     system: str | None = None
     chat_template_kwargs: Mapping[str, bool | int | str] = dataclasses.field(default_factory=dict)
@@ -183,12 +184,14 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
     Raises:
       ConfigError, ModelError, CheckpointError: a model, tile size or adapter that cannot be used.
     """
-    opened = run_model.open_model(options.model, progress=assembly.fetch_progress(say))
+    opened = run_model.open_model(
+        options.model, hf_folder=options.hf_folder, progress=assembly.fetch_progress(say)
+    )
     config = opened.source.config
     model = causal_lm.from_hf(config, opened.source.path, dtype=options.dtype)
     infos = _infos(model, options)
     # Everything that can be wrong with the adapters is found before the weights are read.
-    adapters = {name: artefact.open_adapter(path) for name, path in paths.items()}
+    adapters = {name: artefact.open_adapter(path, config) for name, path in paths.items()}
     attached = {n: artefact.attach(a, model, base_fingerprint=None) for n, a in adapters.items()}
     mesh = specs.make_mesh(1, 1, jax.devices()[:1])
     placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
@@ -206,7 +209,7 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
         template=_template(opened.tokenizer, options.chat_template_kwargs),
         voices=voices,
         dtype=jnp.dtype(options.dtype),
-        longest=config.get("max_position_embeddings"),
+        longest=config.get("text_config", config).get("max_position_embeddings"),
     )
 
 

@@ -19,20 +19,26 @@ from jax.sharding import PartitionSpec as P
 from purelora import errors, info, quant
 from purelora import rules as rules_lib
 from purelora import tree as trees
-from purelora.rules import BATCH_AXES, MESH_AXES, TENSOR
+from purelora.rules import BATCH_AXES, MESH_AXES, SPLIT_AXES, TENSOR
 
 BATCH_SPEC = P(None, BATCH_AXES)
 
 
 def make_mesh(
-    data: int, fsdp: int | None, devices: Sequence[jax.Device], *, tensor: int = 1
+    data: int,
+    fsdp: int | None,
+    devices: Sequence[jax.Device],
+    *,
+    expert: int = 1,
+    tensor: int = 1,
 ) -> Mesh:
-    """The mesh `data` × `fsdp` × `tensor` over all `devices`, neighbours along `tensor`.
+    """The mesh `data` × `fsdp` × `expert` × `tensor` over all `devices`, neighbours along `tensor`.
 
     Args:
       data: size of the axis that only the batch is split over.
       fsdp: size of the axis that batch and base are split over; None takes what the others leave.
       devices: all devices of the run.
+      expert: size of the axis that batch and experts are split over.
       tensor: size of the axis that matmuls are split over.
 
     Raises:
@@ -40,16 +46,18 @@ def make_mesh(
     """
     count = len(devices)
     if fsdp is None:
-        if count % (data * tensor):
-            key = "mesh.data" if tensor == 1 else "mesh.data × mesh.tensor"
-            value = data if tensor == 1 else f"{data} × {tensor}"
+        given = {"data": data, "expert": expert, "tensor": tensor}
+        given = {name: size for name, size in given.items() if name == "data" or size > 1}
+        if count % math.prod(given.values()):
+            key = " × ".join(f"mesh.{name}" for name in given)
+            value = data if len(given) == 1 else " × ".join(map(str, given.values()))
             what = f"does not divide the {count} devices"
             raise errors.ConfigError(key, value, what, _divisors_remedy(count))
-        fsdp = count // (data * tensor)
-    sizes = (data, fsdp, tensor)
+        fsdp = count // math.prod(given.values())
+    sizes = (data, fsdp, expert, tensor)
     if math.prod(sizes) != count:
         raise errors.ConfigError(
-            "mesh.data × mesh.fsdp × mesh.tensor",
+            "mesh.data × mesh.fsdp × mesh.expert × mesh.tensor",
             " × ".join(map(str, sizes)),
             f"is {math.prod(sizes)}, but there are {count} devices",
             "leave mesh.fsdp out to use them all, or show fewer devices to the process",
@@ -135,9 +143,9 @@ class _Placing:
             pairs, axis = ", two codes a byte," if packed else "", stored.axes[dim]
             what = f"{self.path}: {axis} = {length}{pairs} does not divide over {ways} devices"
             remedy = _divisors_remedy(stored.shape[dim])
-            if mesh_axis == TENSOR:
+            if mesh_axis in SPLIT_AXES:
                 remedy += f"; to keep it whole on each device, write {axis}:none in mesh.rules for "
-                remedy += f"{axis}:{TENSOR}"
+                remedy += f"{axis}:{mesh_axis}"
             return errors.Problem(f"mesh.{mesh_axis}", ways, what, remedy)
         tile = length // size
         what = f"{self.path}: gives {size} tiles along {leaf.axes[dim]} = {length}, "
@@ -150,7 +158,7 @@ def check_tiles(infos: trees.Tree, tile_size: int, skip: Sequence[str]) -> None:
     """Raises ConfigError for matrices whose contracting dimension `tile_size` does not divide."""
     problems = []
     for path, leaf in trees.flatten(infos).items():
-        if not leaf.is_matrix or quant.is_skipped(path, skip):
+        if not leaf.is_quantisable or quant.is_skipped(path, skip):
             continue
         length, axis = leaf.shape[leaf.contracting], leaf.axes[leaf.contracting]
         if length % tile_size:

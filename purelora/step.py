@@ -42,8 +42,20 @@ class Batch(NamedTuple):
     positions: Any
 
 
+class Losses(NamedTuple):
+    """Of one micro-batch, or a whole one; float32 sums.
+
+    Attributes:
+      xent: weighted token losses.
+      router: for mixtures of experts, sums over rows of the router's losses; None without.
+    """
+
+    xent: Any
+    router: Any
+
+
 class Forward(Protocol):
-    """Sum of the weighted token losses of one micro-batch."""
+    """What one micro-batch adds to the loss."""
 
     def __call__(
         self,
@@ -53,8 +65,19 @@ class Forward(Protocol):
         *,
         key: jax.Array | None,
         rows_B: jax.Array,
-    ) -> jax.Array:
-        """`batch` is `[B, T]` here; `key` is None outside training; `rows_B` numbers the rows."""
+        row_weight: jax.Array,
+    ) -> tuple[jax.Array, Losses]:
+        """The sum that is differentiated, and what it is made of.
+
+        Args:
+          trainable: the trained leaves.
+          base: the frozen ones.
+          batch: `[B, T]` arrays.
+          key: None outside training.
+          rows_B: numbers of the rows.
+          row_weight: token weight of the global batch for each row of it that is not empty: the
+            weight of losses that are sums over rows beside those that are sums over tokens.
+        """
         ...
 
 
@@ -67,6 +90,7 @@ class Metrics(NamedTuple):
       grad_norm: global norm of the mean gradient, before clipping.
       learning_rate: the rate of this step.
       applied: 1 if the update was made, 0 if the batch was skipped.
+      router: the router's losses, means over the rows that are not empty; None without experts.
     """
 
     loss_sum: jax.Array
@@ -74,6 +98,7 @@ class Metrics(NamedTuple):
     grad_norm: jax.Array
     learning_rate: jax.Array
     applied: jax.Array
+    router: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +112,18 @@ class Layout:
 
 
 class Sums(NamedTuple):
-    """Sums over all tokens of a global batch, to be divided by `weight` once.
+    """Sums over a global batch.
 
     Attributes:
-      loss: weighted token losses, float32.
-      weight: token weights, float32.
-      grads: gradients of `loss` by the trained leaves.
+      losses: of all micro-batches.
+      weight: token weights, float32; what losses and gradients are divided by, once.
+      rows: number of rows that are not empty, float32; the same for the router's losses.
+      grads: gradients by the trained leaves.
     """
 
-    loss: Any
+    losses: Any
     weight: Any
+    rows: Any
     grads: trees.Tree
 
 
@@ -111,7 +138,7 @@ def make_train_step(
         _local_sums(forward, collectives.gradient_paths(layout.trainable, layout.base)),
         layout.mesh,
         in_specs=(layout.trainable, layout.base, specs.BATCH_SPEC, P()),
-        out_specs=Sums(P(), P(), layout.trainable),
+        out_specs=Sums(P(), P(), P(), layout.trainable),
     )
 
     def train_step(
@@ -147,7 +174,7 @@ def update(
         updates, opt_state = tx.update(grads, old.opt_state, old.trainable)
     moved = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), old.trainable, updates)
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(moved)]
-    good = (sums.weight > 0) & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
+    good = (sums.weight > 0) & jnp.isfinite(sums.losses.xent) & jnp.isfinite(grad_norm)
     good = good & jnp.stack(finite).all()
     trainable, opt_state = jax.tree.map(
         lambda new, kept: jnp.where(good, new, kept),
@@ -156,8 +183,9 @@ def update(
     )
     applied = good.astype(jnp.int32)
     new = state.TrainState(trainable, opt_state, old.step + 1, old.updates + applied, old.key)
-    metrics = Metrics(sums.loss, sums.weight, grad_norm, rate, applied.astype(jnp.float32))
-    return new, metrics
+    router = jax.tree.map(lambda total: total / jnp.maximum(sums.rows, 1), sums.losses.router)
+    applied_32 = applied.astype(jnp.float32)
+    return new, Metrics(sums.losses.xent, sums.weight, grad_norm, rate, applied_32, router)
 
 
 def make_eval_step(
@@ -172,7 +200,11 @@ def make_eval_step(
         def micro(total: jax.Array, xs: tuple[jax.Array, Batch]) -> tuple[jax.Array, None]:
             index, rows = xs
             numbers = _row_numbers(index, rows)
-            return total + forward(entered, base, rows, key=None, rows_B=numbers), None
+            # Only token losses are wanted: others weigh nothing.
+            _, losses = forward(
+                entered, base, rows, key=None, rows_B=numbers, row_weight=jnp.float32(0)
+            )
+            return total + losses.xent, None
 
         total, _ = jax.lax.scan(micro, collectives.varying(jnp.float32(0)), _numbered(batch))
         return collectives.psum(total), collectives.psum(batch.weights.sum())
@@ -190,24 +222,32 @@ def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
     """Sums over all micro-batches and devices, computed on this device's shards.
 
     The gradients are local in the loop and reduced once after it: see `collectives.GradientPath`.
-    The sum of weights is known before the loop, where losses that are not token sums will need it.
+    The sum of weights is known before the loop: losses that are sums over rows need it there.
     """
 
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch, key: jax.Array) -> Sums:
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
         weight = collectives.psum(batch.weights.sum())
+        count = collectives.psum((batch.segment_ids > 0).any(axis=-1).sum().astype(jnp.float32))
+        row_weight = weight / jnp.maximum(count, 1)
 
-        def micro(carry: Any, xs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        def micro(total: trees.Tree, xs: tuple[jax.Array, Batch]) -> tuple[trees.Tree, Losses]:
             index, rows = xs
-            loss_and_grads = jax.value_and_grad(forward)(
-                entered, base, rows, key=key, rows_B=_row_numbers(index, rows)
+            (_, losses), grads = jax.value_and_grad(forward, has_aux=True)(
+                entered,
+                base,
+                rows,
+                key=key,
+                rows_B=_row_numbers(index, rows),
+                row_weight=row_weight,
             )
-            return jax.tree.map(jnp.add, carry, loss_and_grads), None
+            return jax.tree.map(jnp.add, total, grads), losses
 
-        zeros = (collectives.varying(jnp.float32(0)), jax.tree.map(jnp.zeros_like, entered))
-        (loss, grads), _ = jax.lax.scan(micro, zeros, _numbered(batch))
+        zeros = jax.tree.map(jnp.zeros_like, entered)
+        grads, losses = jax.lax.scan(micro, zeros, _numbered(batch))
+        losses = collectives.psum(jax.tree.map(lambda parts: parts.sum(axis=0), losses))
         grads = trees.map_leaves(lambda path, grad: path.leave(grad), paths, grads)
-        return Sums(collectives.psum(loss), weight, grads)
+        return Sums(losses, weight, count, grads)
 
     return local
 

@@ -14,9 +14,17 @@ from typing import Literal
 
 from purelora import config, errors, info
 
-ALL_LINEAR, ATTENTION, MLP = config.TARGET_WORDS
-# The part of a layer whose linear modules a word takes.
-_PARTS = {ATTENTION: "self_attn", MLP: "mlp"}
+ALL_LINEAR, ATTENTION, MLP, EXPERTS = config.TARGET_WORDS
+# The parts of names of the linear modules that a word takes.
+_PARTS = {
+    ATTENTION: {"self_attn"},
+    MLP: {"mlp", "experts"},
+    EXPERTS: {"experts", "shared_expert", "shared_experts"},
+}
+# The matrices of experts that PEFT knows as one parameter, first rows first.
+JOINED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
+# Mixtral's names of matrices before version 5 of transformers.
+OLDER_MATRICES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # Tree paths, the same in every family.
 TOKEN_ROWS = f"{EMBEDDING}.trainable_tokens"
 
@@ -28,12 +36,23 @@ class AdaptableModule:
     Attributes:
       weight: declaration of the (stacked) weight.
       names: Hugging Face module name of each layer of the stack; one name if it is not stacked.
-      kind: `all-linear` takes the linear ones and leaves out the output head and the embedding.
+      kind: `all-linear` takes the linear ones and the experts; it leaves out routers, the output
+        head and the embedding.
     """
 
     weight: info.ParamInfo
     names: tuple[str, ...]
-    kind: Literal["linear", "head", "embedding"] = "linear"
+    kind: Literal["linear", "experts", "router", "head", "embedding"] = "linear"
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether a word may take it."""
+        return self.kind in ("linear", "experts")
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is no linear module in PEFT, which adapts its parameter instead."""
+        return self.kind in ("experts", "router")
 
     @property
     def is_stacked(self) -> bool:
@@ -99,10 +118,12 @@ def resolve(
     """
     targets = _targets(settings, modules)
     problems: list[errors.Problem] = []
+    full: tuple[str, ...] = ()
     with errors.collected(problems):
         full = _full_leaves(settings, modules, leaves, targets)
     with errors.collected(problems):
         _check_token_ids(settings, modules)
+    problems += _parameter_problems(settings, modules, targets, full)
     if problems:
         raise errors.ConfigError.of(problems)
     found = Adaptation(targets, full, settings.trainable_token_indices)
@@ -117,6 +138,35 @@ def matches(pattern: str | Sequence[str], name: str) -> bool:
     if isinstance(pattern, str):
         return re.fullmatch(pattern, name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
+
+
+def parameter_name(module: str) -> str:
+    """PEFT's name of the parameter that the weight of a module is, or is part of.
+
+    `model.layers.7.mlp.experts.up_proj` -> `model.layers.7.mlp.experts.gate_up_proj`; what is no
+    matrix of experts has a parameter called `weight`.
+    """
+    around, _, name = module.rpartition(".")
+    if around.rpartition(".")[2] != "experts":
+        return f"{module}.weight"
+    joined = next((joined for joined, names in JOINED.items() if name in names), name)
+    return f"{around}.{joined}"
+
+
+def older_names(module: str) -> tuple[str, ...]:
+    """What a module, or the first of its experts, is called before version 5 of transformers."""
+    around, _, matrix = module.rpartition(".")
+    if around.endswith(".mlp.experts"):
+        outer = around.removesuffix(".mlp.experts")
+        short = next((old for old, name in OLDER_MATRICES.items() if name == matrix), matrix)
+        return f"{around}.0.{matrix}", f"{outer}.block_sparse_moe.experts.0.{short}"
+    renamed = module.replace(".mlp.", ".block_sparse_moe.")
+    return (renamed,) if renamed != module else ()
+
+
+def newer_name(module: str) -> str:
+    """Of a module that is no expert, the name since version 5 of transformers."""
+    return module.replace("block_sparse_moe", "mlp")
 
 
 def pattern_key(patterns: Iterable[str], name: str) -> str | None:
@@ -183,14 +233,18 @@ def _is_target(settings: config.LoraConfig, name: str, module: AdaptableModule) 
     if (excluded and matches(excluded, name)) or _is_saved(settings.modules_to_save, name):
         return False
     layers, chosen = settings.layers_to_transform, settings.target_modules
+    parameter = parameter_name(name)
     # As in PEFT, a full name in the list is taken whatever its layer.
-    is_named = not isinstance(chosen, str) and name in chosen
+    is_named = parameter in settings.target_parameters
+    is_named |= not isinstance(chosen, str) and name in chosen
     if layers is not None and not is_named and layer_number(name) not in layers:
         return False
+    if matches(settings.target_parameters, parameter):
+        return True
     if chosen == ALL_LINEAR:
-        return module.kind == "linear"
+        return module.is_layer
     if isinstance(chosen, str) and chosen in _PARTS:
-        return module.kind == "linear" and _PARTS[chosen] in name.split(".")
+        return module.is_layer and not _PARTS[chosen].isdisjoint(name.split("."))
     return matches(chosen, name)
 
 
@@ -230,7 +284,7 @@ def _full_leaves(
             tied = is_tied and path == f"{EMBEDDING}.weight"
             if not tied and not all(_is_saved([entry], n) for n in known[path]):
                 what = f"names some of the layers of {path}, and a stack is trained as a whole"
-                remedy = f"name {path.rpartition('.')[0].removeprefix('layers.')}"
+                remedy = f"name {re.sub(r'.*[.][0-9]+[.]', '', known[path][0])}"
                 problems.append(errors.Problem("lora.modules_to_save", entry, what, remedy))
         chosen.update(dict.fromkeys(found))
     if problems:
@@ -258,6 +312,50 @@ def _biases(
             what = f"{path} has {len(leaves[path])} layers, of which {adapted} are adapted"
             raise errors.ConfigError("lora.bias", settings.bias, what, "use 'all' or 'none'")
     return biases
+
+
+def _parameter_problems(
+    settings: config.LoraConfig,
+    modules: Mapping[str, AdaptableModule],
+    targets: Mapping[str, Target],
+    full: Sequence[str],
+) -> list[errors.Problem]:
+    """Settings that PEFT has no meaning for on experts and routers, and so no way to load."""
+    problems = [
+        errors.Problem("lora.modules_to_save", settings.modules_to_save,
+                       f"would train {path.removesuffix('.weight')} whole, which no adapter holds",
+                       "adapt the experts, or train all weights with lora.enabled=False")
+        for path in full
+        if (module := modules.get(path.removesuffix(".weight"))) and module.kind == "experts"
+    ]  # fmt: skip
+    adapted = [target.names[0] for path, target in targets.items() if modules[path].is_parameter]
+    refused = {
+        "use_dora": settings.use_dora,
+        "lora_dropout": settings.lora_dropout > 0 and settings.lora_dropout,
+        "init_lora_weights": settings.init_lora_weights in config.FACTORED_INITS
+        and settings.init_lora_weights,
+    }
+    for key, value in refused.items() if adapted else ():
+        if value:
+            what = f"does not go with adapters on experts and routers ({adapted[0]})"
+            remedy = "leave it out, or name other modules in lora.target_modules ('attention')"
+            problems.append(errors.Problem(f"lora.{key}", value, what, remedy))
+    return problems + _joined_problems(targets)
+
+
+def _joined_problems(targets: Mapping[str, Target]) -> list[errors.Problem]:
+    """Matrices that PEFT knows as one, with scalings that differ: the first that there are."""
+    scalings: dict[str, dict[str, float]] = {}
+    for target in targets.values():
+        for name, scaling in zip(target.names, target.scalings, strict=True):
+            scalings.setdefault(parameter_name(name), {})[name] = scaling
+    for found in scalings.values():
+        values = [f"{scaling:.6g}" for scaling in found.values()]
+        if len(set(values)) > 1:
+            what = f"are the scalings of {' and '.join(found)}, which PEFT adapts as one"
+            remedy = "give them one alpha / r, in every layer"
+            return [errors.Problem("lora.alpha_pattern", " and ".join(values), what, remedy)]
+    return []
 
 
 def _check_token_ids(settings: config.LoraConfig, modules: Mapping[str, AdaptableModule]) -> None:
@@ -313,10 +411,17 @@ def _check_patterns(settings: config.LoraConfig, names: Sequence[str]) -> None:
             "would leave out everything",
             _offer(names),
         )
+    parameters = list(dict.fromkeys(map(parameter_name, names)))
     problems = [
         *_unmatched("lora.target_modules", settings.target_modules, names),
         *_unmatched("lora.exclude_modules", settings.exclude_modules, names),
-    ]
+        *(
+            errors.Problem("lora.target_parameters", entry, "matches no parameter of this model",
+                           errors.nearest(entry, parameters))
+            for entry in settings.target_parameters
+            if not any(matches([entry], parameter) for parameter in parameters)
+        ),
+    ]  # fmt: skip
     if problems:
         raise errors.ConfigError.of(problems)
 

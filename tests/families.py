@@ -25,6 +25,21 @@ _GEMMA: dict[str, Any] = _SHARED | {
     "rms_norm_eps": 1e-6,
 }
 del _GEMMA["tie_word_embeddings"]  # Left out, it is true here.
+_PERIOD = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA4: dict[str, Any] = _GEMMA | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "global_head_dim": 16,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+del _GEMMA4["query_pre_attn_scalar"], _GEMMA4["rope_theta"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SHARED | {"model_type": "llama"},
     "mistral": _SHARED | {
@@ -65,6 +80,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "attention_bias": False,
     },
+    "mixtral": _SHARED | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "sliding_window": None,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+    },
+    "qwen3_moe": _SHARED | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_theta": 1e6,
+        "head_dim": 16,
+        "attention_bias": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+    # Every second layer has experts, but for the last: d s d s d d.
+    "qwen3_moe with plain layers": _SHARED | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "rope_theta": 1e6,
+        "head_dim": 16,
+        "attention_bias": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [5],
+    },
     "gemma2": _GEMMA | {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
@@ -80,5 +130,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    # Heads of other sizes, keys that are values, and a layer left over: s s f s s f f.
+    "gemma4": _GEMMA4 | {
+        "num_hidden_layers": 7,
+        "layer_types": [*_PERIOD, *_PERIOD, "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "use_bidirectional_attention": "vision",
+    },
+    # An MLP and experts in every layer, which are not a multiple of what a token goes to.
+    "gemma4 with experts": _GEMMA4 | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    },
+    # Inputs of every layer; the last three layers have no keys, and wider MLPs.
+    "gemma4 with shared keys": _GEMMA4 | {
+        "num_hidden_layers": 6,
+        "layer_types": [*_PERIOD, *_PERIOD],
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": VOCAB + 2,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
     },
 }  # fmt: skip

@@ -27,6 +27,11 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA3_NAMES = GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 MERGES = (("Ġ", "t"), ("h", "e"))
 GGUF_VOCAB = 259 + len(MERGES)
 
@@ -71,12 +76,12 @@ def interleave_rows(array: np.ndarray, heads: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names: Mapping[str, str] = GGUF_NAMES) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
-    return f"{GGUF_NAMES[stem]}.{kind}"
+        return f"blk.{layer}.{names[part]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def llama_fields(config: Mapping[str, Any], arch: str = "llama") -> dict[str, Any]:

@@ -60,8 +60,14 @@ def merged(weights: Flat, adapters: Mapping[str, Any], scaling: float) -> Flat:
     return out
 
 
-def logits(weights: Flat, tokens_T: jax.Array, config: Mapping[str, Any]) -> jax.Array:
-    """Logits `[T, V]` of one document."""
+def logits(
+    weights: Flat,
+    tokens_T: jax.Array,
+    config: Mapping[str, Any],
+    routed: list[jax.Array] | None = None,
+) -> jax.Array:
+    """Logits `[T, V]` of one document; those of its routers `[T, E]` are added to `routed`."""
+    routed = [] if routed is None else routed
     x = weights["embed_tokens.weight"][tokens_T]
     if _is_gemma(config):
         x = x * config["hidden_size"] ** 0.5
@@ -76,11 +82,12 @@ def logits(weights: Flat, tokens_T: jax.Array, config: Mapping[str, Any]) -> jax
         if _is_gemma(config):
             x = x + _norm(out, layer["post_attention_layernorm.weight"], config)
             inner = _norm(x, layer["pre_feedforward_layernorm.weight"], config)
-            out = _mlp(inner, layer, config)
+            out = _mlp(inner, layer, config, routed)
             x = x + _norm(out, layer["post_feedforward_layernorm.weight"], config)
         else:
             x = x + out
-            x = x + _mlp(_norm(x, layer["post_attention_layernorm.weight"], config), layer, config)
+            inner = _norm(x, layer["post_attention_layernorm.weight"], config)
+            x = x + _mlp(inner, layer, config, routed)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     out = _norm(x, weights["norm.weight"], config) @ head.T
     return _capped(out, config.get("final_logit_softcapping"))
@@ -95,9 +102,9 @@ def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, flo
     window, theta = config.get("sliding_window"), config.get("rope_theta", 1e4)
     slowed = (config.get("rope_scaling") or {}).get("factor", 1.0)
     match config["architectures"][0]:
-        case "LlamaForCausalLM" | "Qwen3ForCausalLM" | "Qwen2ForCausalLM":
+        case "LlamaForCausalLM" | "Qwen3ForCausalLM" | "Qwen2ForCausalLM" | "Qwen3MoeForCausalLM":
             return None, theta, slowed
-        case "MistralForCausalLM":
+        case "MistralForCausalLM" | "MixtralForCausalLM":
             return window, theta, slowed
         case "Gemma2ForCausalLM":
             return (None if index % 2 else window), theta, slowed
@@ -138,7 +145,65 @@ def _linear(x_TD: jax.Array, layer: Flat, name: str) -> jax.Array:
     return y + layer[f"{name}.bias"][None] if f"{name}.bias" in layer else y
 
 
-def _mlp(x_TD: jax.Array, layer: Flat, config: Mapping[str, Any]) -> jax.Array:
+def router_losses(
+    weights: Flat, tokens: Any, is_token: Any, config: Mapping[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Load-balancing loss and z-loss of each layer, summed over rows `[R, T]` as in `loss_sum`."""
+    count, best = _experts(config), config["num_experts_per_tok"]
+
+    def row(tokens_T: jax.Array, is_token_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        routed: list[jax.Array] = []
+        logits(weights, tokens_T, config, routed)
+        length = jnp.maximum(is_token_T.sum(), 1).astype(jnp.float32)
+        balance, z = [], []
+        for logits_TE in routed:
+            probs = jnp.exp(logits_TE) / jnp.exp(logits_TE).sum(axis=1, keepdims=True)
+            order = jnp.argsort(-probs, axis=1)[:, :best]
+            went = (
+                (order[:, :, None] == jnp.arange(count)[None, None]).any(axis=1).astype(jnp.float32)
+            )
+            share = jnp.where(is_token_T[:, None], went, 0).sum(axis=0) / length
+            mean = jnp.where(is_token_T[:, None], probs, 0).sum(axis=0) / length
+            balance.append(count * jnp.sum(share * mean))
+            squares = jnp.log(jnp.exp(logits_TE).sum(axis=1)) ** 2
+            z.append(jnp.where(is_token_T, squares, 0).sum() / length)
+        return jnp.stack(balance), jnp.stack(z)
+
+    balance_RL, z_RL = jax.vmap(row)(*map(jnp.asarray, (tokens, is_token)))
+    return balance_RL.sum(axis=0), z_RL.sum(axis=0)
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    count: int = config.get("num_experts") or config["num_local_experts"]
+    return count
+
+
+def _mixture(
+    x_TD: jax.Array, layer: Flat, config: Mapping[str, Any], routed: list[jax.Array]
+) -> jax.Array:
+    """Every expert sees every token; those that a token does not go to count nothing."""
+    logits_TE = x_TD @ layer["mlp.gate.weight"]
+    routed.append(logits_TE)
+    probs = jax.nn.softmax(logits_TE, axis=1)
+    least = jnp.sort(probs, axis=1)[:, -config["num_experts_per_tok"]]
+    factors = jnp.where(probs >= least[:, None], probs, 0)
+    if config.get("norm_topk_prob", True):
+        factors = factors / factors.sum(axis=1, keepdims=True)
+    total = jnp.zeros_like(x_TD)
+    for e in range(_experts(config)):
+        own = {
+            f"mlp.{name}_proj.weight": layer[f"mlp.experts.{name}_proj.weight"][e]
+            for name in ("gate", "up", "down")
+        }
+        total = total + factors[:, e, None] * _mlp(x_TD, own, config, routed)
+    return total
+
+
+def _mlp(
+    x_TD: jax.Array, layer: Flat, config: Mapping[str, Any], routed: list[jax.Array]
+) -> jax.Array:
+    if "mlp.gate.weight" in layer:
+        return _mixture(x_TD, layer, config, routed)
     gate = _linear(x_TD, layer, "mlp.gate_proj")
     if _is_gemma(config):
         cubic = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)

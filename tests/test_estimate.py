@@ -86,7 +86,7 @@ def test_activations_grow_by_what_a_layer_keeps(remat):
     )
     tokens = ROWS * LENGTH
     saved = NH + 2 * KH + NH + 4 + 2 * D + 2 * F + len(KERNELS) * RANK
-    scalings = len(KERNELS)
+    scalings = len(KERNELS) + 1  # And the position in the stack.
     assert (four - two) / 2 == 4 * (tokens * (saved if remat == "none" else D) + scalings)
 
 
@@ -216,7 +216,7 @@ def test_the_command_says_what_fits(shape, capsys):
     total = tiny.LAYERS * (CODES + 2 * D) + V * D + D
     trained = tiny.LAYERS * ADAPTERS // RANK * 16
     assert f"{total:,} parameters, {trained:,} trained" in printed
-    assert "mesh: data 1 × fsdp 2 × tensor 1; remat none; 8 rows of 64 tokens a device" in printed
+    assert "mesh: data 1 × fsdp 2 × expert 1 × tensor 1; remat none; 8 rows of 64 " in printed
     assert "activations kept for the backward pass            32.0\n" in printed
     assert "working space of a layer or a loss chunk           0.5\n" in printed
     assert "peak                                              34.0\n" in printed

@@ -15,7 +15,7 @@ from purelora import artefact, generate, params, run_model, specs, step
 from purelora import tree as trees
 from purelora.io import hf, hf_write, load, safetensors_file
 from purelora.io import peft as peft_io
-from purelora.models import causal_lm, layers
+from purelora.models import causal_lm, layers, moe
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch")
@@ -50,12 +50,17 @@ def made(request, tmp_path_factory) -> Made:
     ).eval()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for name, parameter in theirs.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
+            if name.endswith("q_norm.weight") and theirs.config.model_type == "gemma4_text":
+                parameter *= parameter.shape[0] ** -0.5  # The factor of the scores is in here.
             # Norms and biases near what they begin with; weights that keep the activations' size.
-            parameter += 0.1 * noise if parameter.ndim == 1 else 0.0
-            if parameter.ndim == 2:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+            parameter += 0.1 * noise * parameter.abs().mean() if parameter.ndim == 1 else 0.0
+            if parameter.ndim > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer += 0.2 * torch.randn(buffer.shape, generator=draw)
     theirs.save_pretrained(folder)
     return Made(folder, theirs, *loaded(folder))
 
@@ -140,7 +145,9 @@ def test_written_as_read(made, tmp_path):
         str(tmp_path / "a"), attn_implementation="eager"
     )
     tokens = tiny.tokens(1, LENGTH)
-    np.testing.assert_array_equal(their_logits(again, tokens), their_logits(made.theirs, tokens))
+    # Not to the bit: they add up the outputs of experts in any order.
+    want = their_logits(made.theirs, tokens)
+    np.testing.assert_allclose(their_logits(again, tokens), want, rtol=0, atol=1e-6)
 
 
 def test_loss_and_gradients_of_peft(made, tmp_path):
@@ -173,16 +180,17 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     how = causal_lm.Execution(jnp.float32, True, False, 16)
 
     def loss(trainable):
-        total = attached.model.loss_sum(
+        total = attached.model.losses(
             trainable, made.base, batch, execution=how, shards=params.NO_SHARDS, dropout=None
         )
-        return total / weights.sum()
+        return total.xent / weights.sum()
 
     got, grads = jax.jit(jax.value_and_grad(loss))(attached.trainable)
     np.testing.assert_allclose(got, wanted.item(), rtol=1e-5)
     host = {path: np.asarray(grad) for path, grad in trees.flatten(grads).items()}
     known = artefact.record(attached.model, tiny.lora_config(), "tiny")
     ours = artefact.unrolled(host, known, path="", base_fingerprint=None).modules
+    ours = with_parameters({name: dict(kinds) for name, kinds in ours.items()})
     found = 0
     for key, parameter in theirs.named_parameters():
         if parameter.requires_grad:
@@ -192,7 +200,52 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
             want = parameter.grad.numpy()
             np.testing.assert_allclose(ours[module][kind], want, rtol=0, atol=2e-5, err_msg=key)
             found += 1
-    assert found == sum(map(len, ours.values())) == 2 * 7 * made.model.config.num_hidden_layers
+    adapted = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    linear = [m for m in made.theirs.modules() if isinstance(m, torch.nn.Linear)]
+    assert found == sum(map(len, ours.values())) == 2 * len(adapted)
+    if made.model.config.experts is None:
+        assert len(adapted) == len(linear) - 1  # All but the head.
+
+
+@pytest.mark.parametrize("made", ["mixtral", "qwen3_moe"], indirect=True)
+def test_load_balancing_loss_of_transformers(made):
+    """Over all layers and rows together, of which one is padded; and the loss with it."""
+    tokens = tiny.tokens(2, LENGTH + 1)
+    mask = (np.arange(LENGTH)[None] < np.array([[LENGTH], [11]])).astype(np.int32)
+    inputs = tiny.inputs(tokens[:, :-1])._replace(segment_ids_BT=jnp.asarray(mask))
+    weights = jnp.asarray(mask, jnp.float32)
+    batch = step.Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
+    how = causal_lm.Execution(jnp.float32, True, False, 16)
+    forward = causal_lm.make_forward(
+        made.model, how, params.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, is_pooled=True)
+    )
+    rows = {"rows_B": jnp.arange(2), "row_weight": weights.sum() / 2}
+    total, found = jax.jit(lambda: forward({}, made.base, batch, key=None, **rows))()
+    with torch.no_grad():
+        theirs = made.theirs(
+            torch.tensor(tokens[:, :-1]).long(),
+            attention_mask=torch.tensor(mask).long(),
+            output_router_logits=True,
+        )
+    np.testing.assert_allclose(found.router.balance_L / 2, [theirs.aux_loss.item()], rtol=1e-5)
+    wanted = found.xent / weights.sum() + 0.7 * theirs.aux_loss.item()
+    np.testing.assert_allclose(total / weights.sum(), wanted, rtol=1e-5)
+
+
+def with_parameters(modules: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Gradients of experts as those of peft's parameters: two matrices have one `lora_A` there."""
+    for name in [name for name in modules if name.endswith(".experts.down_proj")]:
+        around = name.removesuffix(".down_proj")
+        gate, up, down = (modules.pop(f"{around}.{n}_proj") for n in ("gate", "up", "down"))
+        joined = {
+            "lora_A": gate["lora_A"] + up["lora_A"],
+            "lora_B": np.concatenate([gate["lora_B"], up["lora_B"]], axis=1),
+        }
+        for key, kinds in ((f"{around}.base_layer", joined), (around, down)):
+            a, b = kinds["lora_A"], kinds["lora_B"]
+            flat = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+            modules[key] = {"lora_A": a.reshape(-1, a.shape[2]), "lora_B": flat}
+    return modules
 
 
 def test_peft_loads_ours(made, tmp_path):

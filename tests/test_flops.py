@@ -16,7 +16,8 @@ def test_scores_are_counted_over_the_keys_that_a_token_sees(window, length):
             m.flat_infos,
             {},
             trained_weights=(),
-            attention_width=40,
+            experts_share=1.0,
+            attention_widths=[40] * len(windows),
             windows=windows,
             length=length,
         )

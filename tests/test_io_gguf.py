@@ -282,8 +282,8 @@ def test_metadata_that_cannot_be_used(tmp_path, changes, message):
 
 
 def test_other_architectures_are_named(tmp_path):
-    model_files.write_gguf(tmp_path / "a.gguf", {}, {}, arch="gemma3")
-    with pytest.raises(errors.ModelError, match="ture = 'gemma3': is an arch.*known: llama"):
+    model_files.write_gguf(tmp_path / "a.gguf", {}, {}, arch="gemma2")
+    with pytest.raises(errors.ModelError, match="ture = 'gemma2': is an arch.*known: gemma3, lla"):
         gguf.open_file(str(tmp_path / "a.gguf"))
 
 

@@ -314,7 +314,6 @@ FLAGS = {
     "alora_invocation_tokens": [1],
     "arrow_config": {"top_k": 2},
     "use_bdlora": {"nblocks": 2},
-    "target_parameters": ["experts.down_proj"],
     "kasa_config": {"beta": 1},
     "monteclora_config": {"num_samples": 2},
     "enable_lora": [True, False],

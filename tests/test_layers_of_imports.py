@@ -11,7 +11,7 @@ ROOT = pathlib.Path(purelora.__file__).parent
 # The core by level; a module may import its own level and those below. All others are the shell.
 LEVELS = (
     {"errors", "tree", "info", "hlo"},
-    {"config", "quant", "targets", "lora", "parallel", "params"},
+    {"config", "grouped", "quant", "targets", "lora", "parallel", "params"},
     {"models", "loss"},
     {"rules", "specs", "collectives", "scan_axis"},
     {"step", "optim", "state"},
@@ -20,9 +20,9 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 CORE = [path for path in FILES if path.relative_to(ROOT).parts[0].removesuffix(".py") in LEVEL]
 # Foreign packages and the only files that may import them.
-OWNERS = {"flax": "boundary", "orbax": "checkpoint"}
+OWNERS = {"flax": "boundary", "orbax": "checkpoint", "tensorstore": "io"}
 SHELL_ONLY = ("ml_collections", "logging", "time", "os", "sys", "pathlib", "io", "flax",
-              "orbax", "absl", "random")  # fmt: skip
+              "orbax", "tensorstore", "absl", "random")  # fmt: skip
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -50,7 +50,7 @@ def adapted():
 def hidden(m, base, trainable, inputs, *, scan=True, remat=False):
     return m.hidden(
         m.bind(base, trainable), inputs, dtype=jnp.float32, scan_layers=scan, remat=remat
-    )
+    )[0]
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +218,9 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
 
     def loss(w):
         one = batch._replace(weights=w)
-        return m.loss_sum(
+        return m.losses(
             trainable, base, one, execution=run, shards=params.NO_SHARDS, dropout=None
-        )
+        ).xent
 
     flat, config = plain.merged(trees.flatten(base), trainable, 2.0), tiny.hf_config()
     record = jax.jit(lambda *row: plain.loss_sum(flat, *row, config))

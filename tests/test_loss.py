@@ -49,6 +49,7 @@ def head(table, adapters=None, frozen=True, gather=params.whole) -> params.Modul
         gather=gather,
         keep_gathered=False,
         parallel=parallel.WHOLE,
+        exchange=parallel.ALONE,
         contracting=-1,
         frozen=frozen,
         token_ids=(),

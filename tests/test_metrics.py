@@ -26,6 +26,8 @@ def _train(step: int, **changes: Any) -> metrics.TrainRecord:
         flops_per_sec=4e12,
         learning_rate=1e-4,
         grad_norm=1.25,
+        router_aux_loss=None,
+        router_z_loss=None,
         applied=True,
         skipped_steps=0,
         step_secs=0.5,
@@ -37,6 +39,7 @@ def _train(step: int, **changes: Any) -> metrics.TrainRecord:
 
 RECORDS = [
     _train(1),
+    _train(1, router_aux_loss=[2.0, 2.5], router_z_loss=[0.1, 0.2]),
     metrics.EvalRecord(step=1, loss=2.0, trained_tokens=50, eval_secs=0.1),
     metrics.SampleRecord(step=1, prompt="a", text='line\nbreak "quoted" \u2028 \ud800 é'),
     metrics.EventRecord(step=1, name="start", detail="fresh"),
@@ -114,7 +117,7 @@ def test_truncation_leaves_each_step_once(path: Path, torn: str) -> None:
     log = metrics.MetricsLog(path)
     for step in range(1, 6):
         log.write(_train(step))
-        log.write(dataclasses.replace(RECORDS[1], step=step))
+        log.write(dataclasses.replace(RECORDS[2], step=step))
     log.close()
     with path.open("a") as file:
         file.write(torn)

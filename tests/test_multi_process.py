@@ -19,11 +19,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import safetensors.numpy
+import test_storage
 import test_train
 import tiny
 
 from purelora import checkpoint, cli, distributed, errors, launch, links, train
 from purelora.io import builtin, source
+from purelora.models import causal_lm
 
 REPO = pathlib.Path(__file__).parent.parent
 DEVICES = 8
@@ -208,13 +210,13 @@ def test_a_save_is_one_checkpoint(unbroken):
 PARTS = """
 import json, pathlib, sys, types
 sys.path.insert(0, "tests")
-import tiny
+import test_storage, tiny
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from purelora import assembly, checkpoint, cli, distributed, placing, retention, specs, state
 from purelora import tree as trees
 from purelora.data import batches, examples
-from purelora.io import hf, load
+from purelora.io import hf, load, source as sources
 from purelora.models import causal_lm
 
 distributed.initialise(cli.processes([])[0])
@@ -252,6 +254,17 @@ for path, leaf in trees.flatten(loaded.tree).items():
     layers = [source.read(name).array for name in model.hf_names[path]]
     layers = [layer.T if declared.is_transposed else layer for layer in layers]
     assert same(leaf, np.stack(layers) if declared.is_stacked else layers[0]), path
+
+# Experts over the devices, in files of both kinds.
+stacks = dict(np.load(folder / "experts.npz"))
+for layout in ("own", "fused"):
+    source = hf.open_folder(str(folder / layout))
+    model = causal_lm.from_hf(source.config, "folder", dtype="float32")
+    placed = test_storage.shardings(model, model.infos, mesh, "fsdp")
+    loaded = moved(layout, lambda: load.load(source, model, model.infos, placed))
+    assert loaded.fingerprint == sources.identify(source, source.shapes())
+    for path, leaf in trees.flatten(loaded.tree).items():
+        assert same(leaf, stacks[path]), path
 
 # Rows.
 class Counted(list):
@@ -359,7 +372,21 @@ def folder(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(builtin.random_llama(config, seed=0), path / "model.safetensors")
+    _add_experts(path)
     return path
+
+
+def _add_experts(path: pathlib.Path) -> None:
+    """A mixture of 25 MB beside it, in two layouts, and its leaves."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+    config = tiny.hf_config("qwen3_moe", num_experts=8, **sizes)
+    leaves = test_storage.stacks(causal_lm.from_hf(config, "", dtype="float32"))
+    np.savez(path / "experts.npz", **leaves)
+    for layout in ("own", "fused"):
+        (path / layout).mkdir()
+        (path / layout / "config.json").write_text(json.dumps(config))
+        arrays = test_storage.in_files(leaves, "qwen3_moe", layout)
+        safetensors.numpy.save_file(arrays, path / layout / "model.safetensors")
 
 
 def _said(processes: int, folder: pathlib.Path, run: pathlib.Path) -> list[dict]:
@@ -377,6 +404,10 @@ def test_each_process_reads_and_writes_its_own_parts(unbroken, folder, tmp_path,
     most = on_disk * 2 / processes * 0.9 + 2e6
     for said in found:
         assert on_disk / processes < said["load"]["read"] < most, (said, on_disk)
+    for layout in ("own", "fused"):
+        on_disk = (folder / layout / "model.safetensors").stat().st_size
+        for said in found:
+            assert on_disk / processes < said[layout]["read"] < on_disk * 0.85, (said, on_disk)
     # In all processes the fingerprint that one alone would find.
     arrays = safetensors.numpy.load_file(folder / "model.safetensors")
     alone = source.identify(source.ArraySource("", {}, arrays), arrays)

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from purelora import generate, quant, specs
+from purelora import tree as trees
 from purelora.io import builtin, load
-from purelora.models import causal_lm, layers
+from purelora.models import causal_lm
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
 ORACLE = json.loads((ORACLES / "smollm2_135m.json").read_text())
@@ -33,14 +35,21 @@ def smollm2(qtype: str, tile_size: int | None):
 
 def logits(ids: list[int], qtype: str = "none", tile_size: int | None = None) -> np.ndarray:
     model, base, _ = smollm2(qtype, tile_size)
-    tokens = jnp.asarray(ids, jnp.int32)[None]
-    inputs = layers.Inputs(tokens, jnp.arange(len(ids))[None], jnp.ones_like(tokens))
-    return np.asarray(jax.jit(lambda b, i: model.logits({}, b, i))(base, inputs))[0]
+    return logits_of(model, base, ids)
+
+
+def logits_of(model: causal_lm.CausalLM, base: trees.Tree, ids: list[int]) -> np.ndarray:
+    run = jax.jit(lambda b, i: model.logits({}, b, i))
+    return np.asarray(run(base, tiny.inputs([ids])))[0]
 
 
 def nll(ids: list[int], **options) -> np.ndarray:
-    """Of each target ids[1:]."""
-    log_probs = jax.nn.log_softmax(jnp.asarray(logits(ids, **options)[:-1]))
+    return nll_of(logits(ids, **options), ids)
+
+
+def nll_of(found: np.ndarray, ids: list[int]) -> np.ndarray:
+    """Of each target ids[1:], from the logits of all."""
+    log_probs = jax.nn.log_softmax(jnp.asarray(found[:-1]))
     return -np.asarray(log_probs)[np.arange(len(ids) - 1), ids[1:]]
 
 

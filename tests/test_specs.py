@@ -137,7 +137,7 @@ def test_all_bad_rules_are_in_one_error():
         rules_lib.parse_rules(bad, overrides)
     assert [p.value for p in caught.value.problems] == [*bad, "vocab", "(", "(?i)LM_HEAD"]
     assert "mesh.overrides['lm_head'] = 'vocab': is not a rule" in str(caught.value)
-    assert "embed:tensor': cannot be followed: tensor splits matmuls along heads" in str(
+    assert "embed:tensor': cannot be followed: tensor splits the maths along heads" in str(
         caught.value
     )
 
@@ -258,19 +258,20 @@ def test_scale_specs_follow_the_scale():
 
 @pytest.mark.parametrize(
     ("data", "fsdp", "shape"),
-    [(1, None, (1, 8, 1)), (2, None, (2, 4, 1)), (8, 1, (8, 1, 1)), (2, 4, (2, 4, 1))],
+    [(1, None, (1, 8, 1, 1)), (2, None, (2, 4, 1, 1)), (8, 1, (8, 1, 1, 1)), (2, 4, (2, 4, 1, 1))],
 )
 def test_mesh_sizes(data, fsdp, shape):
     mesh = specs.make_mesh(data, fsdp, jax.devices())
-    assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.devices.shape == shape
+    assert mesh.axis_names == ("data", "fsdp", "expert", "tensor")
+    assert mesh.devices.shape == shape
     assert list(mesh.devices.flat) == jax.devices()
     assert specs.row_ways(mesh) == 8
 
 
 def test_neighbours_share_a_matmul():
     mesh = specs.make_mesh(2, None, jax.devices(), tensor=2)
-    assert mesh.devices.shape == (2, 2, 2) and specs.row_ways(mesh) == 4
-    assert list(mesh.devices[0, 0]) == jax.devices()[:2]
+    assert mesh.devices.shape == (2, 2, 1, 2) and specs.row_ways(mesh) == 4
+    assert list(mesh.devices[0, 0, 0]) == jax.devices()[:2]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_neighbours_share_a_matmul():
         (
             2,
             2,
-            r"mesh.tensor = '2 × 2 × 1': is 4, but there are 8 devices; leave mesh.fsdp",
+            r"mesh.tensor = '2 × 2 × 1 × 1': is 4, but there are 8 devices; leave mesh.fsdp",
         ),
         (16, 1, r"is 16, but there are 8 devices"),
     ],
@@ -361,16 +362,21 @@ def test_gradient_paths():
         "down": {"lora_a": P(None, "tensor", None), "lora_b": whole},
         "table": {"trainable_tokens": P(None, None)},
         "norm": {"weight": P(None)},
+        "experts": {"lora_a": P(None, "expert", "fsdp", None)},
     }
     paths = collectives.gradient_paths(trained, {"table": {"weight": P("tensor", "fsdp")}})
     # The whole factor of a split module, and rows of a split table, get parts of their gradient.
-    assert paths["down"]["lora_b"] == collectives.GradientPath(("data", "fsdp", "tensor"), ())
-    assert paths["down"]["lora_a"] == collectives.GradientPath(("data", "fsdp"), ())
-    assert paths["table"]["trainable_tokens"].cast == ("data", "fsdp", "tensor")
-    assert paths["norm"]["weight"] == collectives.GradientPath(("data", "fsdp"), ())
-    assert paths["q"]["lora_a"] == collectives.GradientPath(("data",), ((-2, "fsdp"),))
-    assert paths["q"]["lora_b"] == collectives.GradientPath(("data", "fsdp"), ())
-    assert paths["w"]["weight"] == collectives.GradientPath(("data",), ())
+    assert paths["down"]["lora_b"] == collectives.GradientPath(
+        ("data", "fsdp", "expert", "tensor"), ()
+    )
+    assert paths["down"]["lora_a"] == collectives.GradientPath(("data", "fsdp", "expert"), ())
+    assert paths["table"]["trainable_tokens"].cast == ("data", "fsdp", "expert", "tensor")
+    assert paths["norm"]["weight"] == collectives.GradientPath(("data", "fsdp", "expert"), ())
+    assert paths["q"]["lora_a"] == collectives.GradientPath(("data", "expert"), ((-2, "fsdp"),))
+    assert paths["q"]["lora_b"] == collectives.GradientPath(("data", "fsdp", "expert"), ())
+    # Those of the experts that are here are nobody else's, and are not gathered.
+    assert paths["experts"]["lora_a"] == collectives.GradientPath(("data",), ((-2, "fsdp"),))
+    assert paths["w"]["weight"] == collectives.GradientPath(("data", "expert"), ())
 
 
 def test_packed_codes_that_do_not_divide_are_said_in_the_weights_own_size():

@@ -285,7 +285,7 @@ def test_updates_follow_the_schedule_of_steps():
     tx = optax.identity()
     leaves, grads = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
     old = state.create(leaves, tx, key=jax.random.key(0))._replace(step=jnp.int32(4))
-    sums = step.Sums(jnp.float32(1), jnp.float32(2), grads)
+    sums = step.Sums(step.Losses(jnp.float32(1), None), jnp.float32(2), jnp.float32(1), grads)
     new, metrics = step.update(old, sums, tx=tx, schedule=lambda s: s.astype(jnp.float32) * 0.1)
     np.testing.assert_allclose(new.trainable["w"], 1 - 0.4 * np.arange(3) / 2, rtol=1e-6)
     np.testing.assert_allclose(metrics.grad_norm, 5**0.5 / 2, rtol=1e-6)
@@ -302,7 +302,9 @@ def test_update_refuses(loss, weight, grad):
     tx = optax.trace(0.9)
     old = state.create({"w": jnp.ones(2)}, tx, key=jax.random.key(0))
     grads = {"w": jnp.array([1.0, grad], jnp.float32)}
-    sums = step.Sums(jnp.float32(loss), jnp.float32(weight), grads)
+    sums = step.Sums(
+        step.Losses(jnp.float32(loss), None), jnp.float32(weight), jnp.float32(1), grads
+    )
     new, metrics = step.update(old, sums, tx=tx, schedule=lambda _: jnp.float32(1))
     chex.assert_trees_all_equal((new.trainable, new.opt_state), (old.trainable, old.opt_state))
     assert (new.step, new.updates, metrics.applied) == (1, 0, 0)
@@ -362,7 +364,7 @@ def test_dropout_differs_by_layer():
         return m.hidden(
             m.bind(base, tiny.adapters(m)), tiny.inputs(tiny.tokens(2)),
             dtype=jnp.float32, scan_layers=True, remat=False, dropout=dropout,
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
     chex.assert_trees_all_close(hidden(0, 0.0), hidden(1, 0.0), atol=1e-6)
     assert not np.allclose(hidden(0, 0.5), hidden(1, 0.5), atol=1e-2)

@@ -396,8 +396,8 @@ def test_one_compilation_for_a_whole_run(tmp_path, monkeypatch):
     make = causal_lm.make_forward
     traced = []
 
-    def counted(*arguments):
-        forward = make(*arguments)
+    def counted(*arguments, **options):
+        forward = make(*arguments, **options)
         traced.append(chex.assert_max_traces(n=1)(forward))
         return traced[-1]
 

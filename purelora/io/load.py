@@ -1,31 +1,35 @@
 """Loading a base: tensor by tensor into preallocated stacks, in their final dtype and sharding.
 
-Host memory peaks at the finished base plus one tensor: a stack is allocated once, and each layer
-is transposed, cast or quantised and written in place by a small compiled function.
+Host memory peaks at the finished base plus one tensor: a stack is allocated once, and each layer,
+or each expert of a layer, is transposed, cast or quantised and written in place by a small compiled
+function.
 
 Of several processes each reads what its own devices hold of a tensor, laid out over the mesh as the
-leaf is. What a scale needs to know of other shards (the largest absolute value) the compiled
+leaf is. Where the experts themselves are spread over the mesh, one of each group is written at a
+time. What a scale needs to know of other shards (the largest absolute value) the compiled
 function finds out: a maximum does not depend on the order, so codes are the same on any mesh.
 """
 
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora import distributed, errors, factoring, info, placing, quant
+from purelora import distributed, errors, factoring, info, placing, quant, targets
 from purelora import tree as trees
 from purelora.io import source as sources
-from purelora.models import causal_lm
+from purelora.models import causal_lm, multimodal, storage
 
 Progress = Callable[[int, int], None]
+_HEAD = f"{targets.HEAD}.weight"
 
 
 class Loaded(NamedTuple):
@@ -55,34 +59,36 @@ def load(
       model: the model that they belong to.
       infos: declarations of the result; QArrays of infos where it is quantised.
       shardings: placement of each leaf, parallel to `infos`.
-      progress: told (tensors read, tensors in all).
+      progress: told (parts of tensors read, parts in all).
       split: takes adapters out of the weights on the way.
 
     Raises:
       ModelError: tensors that are missing, surplus or of another shape, all in one error; or a
         damaged one.
     """
-    names = model.hf_names
-    _check_tensors(source, model, names)
-    total, placed = sum(map(len, names.values())), trees.flatten(shardings)
-    reader = _Reader(source)
+    layout = model.layout_of(source.shapes())
+    _check_tensors(source, model, layout)
+    done, total = 0, sum(map(len, layout.parts.values()))
+    reader, placed = _Reader(source, layout), trees.flatten(shardings)
     flat: dict[str, Any] = {}
-    done = 0
     for path, like in trees.flatten(infos).items():
         declared = model.flat_infos[path]
-        fill = _filler(like, declared.is_transposed, declared.is_stacked, _Hashable(placed[path]))
         spread = _file_sharding(placed[path], declared)
-        leaf, finite = _empty(like, placed[path]), {}
-        for index, name in enumerate(names[path]):
-            place = None if split is None else split.place(path, index)
-            if split is not None and place is not None:
-                whole = reader.read(name, placing.whole_box(declared.file_shape))
+        ways = _expert_ways(placed[path], declared)
+        fill = _filler(like, declared, ways, _Hashable(placed[path]))
+        leaf, finite = _empty(like, placed[path]), []
+        for parts in _together(layout.parts[path], ways):
+            layer = parts[0].index[0] if declared.is_stacked else 0
+            place = None if split is None else split.place(path, layer)
+            if split is None or place is None:
+                tensor = reader.placed(parts, declared, spread)
+            else:
+                whole = reader.read(parts[0], placing.whole_box(declared.file_shape))
                 rest = np.asarray(split(place, _as_kernel(whole), like)).T
                 tensor = placing.place(rest, spread)
-            else:
-                tensor = reader.placed(name, spread)
-            leaf, finite[name] = fill(leaf, tensor, index)
-            done += 1
+            leaf, is_finite = fill(leaf, tensor, parts[0].index)
+            finite += [(part.tensor, is_finite) for part in parts]
+            done += len(parts)
             if progress:
                 progress(done, total)
         _check_finite(source, finite)
@@ -90,37 +96,71 @@ def load(
     return Loaded(trees.unflatten(flat), reader.fingerprint())
 
 
+def _together(parts: Sequence[storage.Part], ways: int) -> Iterator[Sequence[storage.Part]]:
+    """The parts of a leaf in groups of what is written at once: of experts, one of each shard."""
+    if ways == 1:
+        yield from ([part] for part in parts)
+        return
+    layers: dict[int, list[storage.Part]] = {}
+    for part in parts:
+        layers.setdefault(part.index[0], []).append(part)
+    for experts in layers.values():
+        step = len(experts) // ways
+        yield from (experts[first::step] for first in range(step))
+
+
 class _Reader:
     """Reads parts of tensors, and hashes whole ones: each process its share of them."""
 
-    def __init__(self, source: sources.Source):
+    def __init__(self, source: sources.Source, layout: storage.Layout):
         self._source = source
-        self._shapes = source.shapes()
         self._digests: dict[str, bytes] = {}
         self._own: set[str] = set()
+        self._last: tuple[str, np.ndarray] | None = None
         if source.identity is None:
-            sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
+            sizes = {name: math.prod(shape) for name, shape in layout.shapes.items()}
             shares = even_shares(sizes, distributed.process_count())
             self._own = shares[distributed.process_index()]
 
-    def read(self, name: str, box: placing.Index) -> np.ndarray:
-        """The values of a tensor in `box`; a tensor that this process hashes is read whole."""
-        if name not in self._own:
-            return self._source.read_part(name, box)
-        tensor = self._source.read(name)
-        self._digests[name] = tensor.digest
-        return tensor.array[box]
+    def read(self, part: storage.Part, box: placing.Index) -> np.ndarray:
+        """The values of a part in `box`, as the file has them.
 
-    def placed(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A tensor on the devices; each process reads what its own hold."""
-        shape = self._shapes[name]
+        A tensor that this process hashes is read whole, and kept until another one is.
+        """
+        name, within = part.tensor, part.within(box)
+        if self._last is not None and self._last[0] == name:
+            values = self._last[1][within]
+        elif name in self._own and name not in self._digests:
+            values = self._hashed(name)[within]
+        else:
+            values = self._source.read_part(name, within)
+        return values.reshape(values.shape[values.ndim - len(box) :])
+
+    def _hashed(self, name: str) -> np.ndarray:
+        self._last = None  # Never two of them in memory.
+        tensor = self._source.read(name)
+        self._digests[name], self._last = tensor.digest, (name, tensor.array)
+        return tensor.array
+
+    def placed(
+        self, parts: Sequence[storage.Part], declared: info.ParamInfo, sharding: NamedSharding
+    ) -> jax.Array:
+        """Parts on the devices, experts stacked; each process reads what its own devices hold."""
+        shape = declared.file_shape
+        if parts[0].expert is None:
+            box = placing.own_box(sharding, shape)
+            return placing.from_box(box, self.read(parts[0], box), sharding, shape)
+        shape = (len(parts), *shape[1:])
         box = placing.own_box(sharding, shape)
-        return placing.from_box(box, self.read(name, box), sharding, shape)
+        read = np.stack([self.read(part, box[1:]) for part in parts[box[0]]])
+        return placing.from_box(box, read, sharding, shape)
 
     def fingerprint(self) -> str:
-        """Identity of all tensors that were read, the same in all processes."""
+        """Identity of all tensors of the model, the same in all processes."""
         if self._source.identity is not None:
             return self._source.identity
+        for name in sorted(self._own - self._digests.keys()):  # Those that only others hold.
+            self._hashed(name)
         own = {name: digest.hex() for name, digest in self._digests.items()}
         found: dict[str, bytes] = {}
         for text in distributed.gathered("digests", json.dumps(own)):
@@ -139,13 +179,22 @@ def even_shares(sizes: Mapping[str, int], count: int) -> list[set[str]]:
     return shares
 
 
-def _file_sharding(placed: Any, declared: info.ParamInfo) -> jax.sharding.NamedSharding:
+def _file_sharding(placed: Any, declared: info.ParamInfo) -> NamedSharding:
     """How one layer of a leaf lies over the mesh, in the order of dimensions that files have."""
     sharding = placed.qvalue if isinstance(placed, qwix.QArray) else placed
     axes = (*sharding.spec, *[None] * (len(declared.shape) - len(sharding.spec)))
     axes = axes[1:] if declared.is_stacked else axes
-    spec = P(*(axes[::-1] if declared.is_transposed else axes))
-    return jax.sharding.NamedSharding(sharding.mesh, spec)
+    spec = P(*((*axes[:-2], *axes[:-3:-1]) if declared.is_transposed else axes))
+    return NamedSharding(sharding.mesh, spec)
+
+
+def _expert_ways(placed: Any, declared: info.ParamInfo) -> int:
+    """In how many shards the experts of a leaf lie."""
+    if not declared.has_experts:
+        return 1
+    sharding = placed.qvalue if isinstance(placed, qwix.QArray) else placed
+    dim = declared.axes.index("experts")
+    return declared.shape[dim] // int(sharding.shard_shape(declared.shape)[dim])
 
 
 def _as_kernel(array: np.ndarray) -> jax.Array:
@@ -153,8 +202,8 @@ def _as_kernel(array: np.ndarray) -> jax.Array:
     return jnp.asarray(array).astype(jnp.float32).T
 
 
-def _check_finite(source: sources.Source, finite: Mapping[str, jax.Array]) -> None:
-    bad = [name for name, good in finite.items() if not good]
+def _check_finite(source: sources.Source, finite: Sequence[tuple[str, jax.Array]]) -> None:
+    bad = dict.fromkeys(name for name, good in finite if not good)
     if bad:
         raise errors.ModelError.of(
             errors.Problem(f"{source.path}: {name}", None, "holds values that are not finite",
@@ -164,44 +213,49 @@ def _check_finite(source: sources.Source, finite: Mapping[str, jax.Array]) -> No
 
 
 def _check_tensors(
-    source: sources.Source, model: causal_lm.CausalLM, names: Mapping[str, tuple[str, ...]]
+    source: sources.Source, model: causal_lm.CausalLM, layout: storage.Layout
 ) -> None:
     """Compares names and shapes with the declarations; all problems in one error."""
     shapes = dict(source.shapes())
     problems: list[errors.Problem] = []
-    for path, layer_names in names.items():
-        wanted = model.flat_infos[path].file_shape
-        for name in layer_names:
-            found = shapes.pop(name, None)
-            if found is None:
-                problems.append(errors.Problem(source.path, None, f"holds no tensor {name!r}", ""))
-            elif tuple(found) != wanted:
-                what = f"has shape {list(found)}, but config.json makes it {list(wanted)}"
-                problems.append(errors.Problem(f"{source.path}: {name}", None, what, ""))
-    for name in [name for name in shapes if not _is_derived(name, model)]:
+    for name, wanted in layout.shapes.items():
+        found = shapes.pop(name, None)
+        if found is None:
+            problems.append(errors.Problem(source.path, None, f"holds no tensor {name!r}", ""))
+        elif tuple(found) != wanted:
+            what = f"has shape {list(found)}, but config.json makes it {list(wanted)}"
+            problems.append(errors.Problem(f"{source.path}: {name}", None, what, ""))
+    others = {name for one in model.layouts.values() for name in one.shapes}
+    derived = {name for name in shapes if _is_derived(name, model)}
+    for name in shapes.keys() - derived - set(model.left_out(shapes)):
         what = f"holds a tensor {name!r} that this architecture does not have"
-        problems.append(errors.Problem(source.path, None, what, "is config.json of another model?"))
+        remedy = "is config.json of another model?"
+        if name in others:
+            what = f"holds a tensor {name!r}, which in files like this one has another name"
+            remedy = "save the model anew: its tensors are named in two ways"
+        problems.append(errors.Problem(source.path, None, what, remedy))
     if problems:
         raise errors.ModelError.of(errors.first(problems, source.path))
     # It reads two whole tables: once for all processes is enough.
-    if "lm_head.weight" in shapes and distributed.is_main():
-        _check_tied(source)
+    table = layout.parts[f"{targets.EMBEDDING}.weight"][0].tensor
+    head = multimodal.beside(_HEAD, table)
+    if head in shapes and distributed.is_main():
+        _check_tied(source, head, table)
 
 
 def _is_derived(name: str, model: causal_lm.CausalLM) -> bool:
     """Surplus tensors that follow from others: rotary frequencies, and the head if it is tied."""
-    tied = name == "lm_head.weight" and "lm_head.weight" not in model.flat_infos
-    return tied or name.endswith("rotary_emb.inv_freq")
+    is_head = name in (_HEAD, multimodal.older(_HEAD))
+    return (is_head and model.is_tied) or name.endswith("rotary_emb.inv_freq")
 
 
-def _check_tied(source: sources.Source) -> None:
+def _check_tied(source: sources.Source, head: str, table: str) -> None:
     """A head that is stored although it is tied must be the embedding."""
-    head = source.read("lm_head.weight").digest
-    if head != source.read("model.embed_tokens.weight").digest:
+    if source.read(head).digest != source.read(table).digest:
         raise errors.ModelError(
-            f"{source.path}: lm_head.weight",
+            f"{source.path}: {head}",
             None,
-            "differs from model.embed_tokens.weight, but config.json ties them",
+            f"differs from {table}, but config.json ties them",
             "set tie_word_embeddings to false in config.json if the head is its own",
         )
 
@@ -225,19 +279,32 @@ def _empty(like: Any, sharding: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _filler(like: Any, transpose: bool, stacked: bool, sharding: _Hashable) -> Callable[..., Any]:
-    """The compiled `(leaf, tensor, layer) -> (leaf, is finite)`: writes one layer in place."""
+def _filler(
+    like: Any, declared: info.ParamInfo, ways: int, sharding: _Hashable
+) -> Callable[..., Any]:
+    """The compiled `(leaf, tensor, index) -> (leaf, is finite)`: writes one layer in place.
 
-    def fill(leaf: Any, tensor: jax.Array, layer: jax.Array) -> tuple[Any, jax.Array]:
-        value = _final(tensor.T if transpose else tensor, like)
+    Of experts, which lie in `ways` shards, it writes one of each: tensor is `[ways, ...]`, and the
+    index that of the first one.
+    """
+
+    def write(leaf: jax.Array, value: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        if len(index) == 1:
+            return jax.lax.dynamic_update_index_in_dim(leaf, value, index[0], axis=0)
+        shards = leaf.reshape(leaf.shape[0], ways, -1, *leaf.shape[2:])
+        starts: list[Any] = [index[0], 0, index[1], *[0] * (leaf.ndim - 2)]
+        shards = jax.lax.dynamic_update_slice(shards, value[None, :, None], starts)
+        return shards.reshape(leaf.shape)
+
+    def fill(leaf: Any, tensor: jax.Array, index: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        value = _final(tensor.mT if declared.is_transposed else tensor, like)
         finite = jnp.isfinite(tensor).all()
-        if not stacked:
+        if not index:
             return value, finite
-        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-        return jax.tree.map(write, leaf, value), finite
+        return jax.tree.map(functools.partial(write, index=index), leaf, value), finite
 
     mesh = jax.tree.leaves(sharding.value)[0].mesh
-    everywhere = jax.sharding.NamedSharding(mesh, P())
+    everywhere = NamedSharding(mesh, P())
     return jax.jit(fill, donate_argnums=0, out_shardings=(sharding.value, everywhere))
 
 

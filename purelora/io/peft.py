@@ -18,7 +18,15 @@ import numpy as np
 
 import purelora
 from purelora import errors, targets
-from purelora.io import files, output, peft_checks, peft_config, safetensors_file, source
+from purelora.io import (
+    files,
+    output,
+    peft_checks,
+    peft_config,
+    peft_experts,
+    safetensors_file,
+    source,
+)
 
 Modules = peft_checks.Modules
 
@@ -53,7 +61,7 @@ _PREFIXES = (_PREFIX, "base_model.")
 _NAME = r"(?:\.(?P<name>(?!weight$)[^.]+))?"
 # Keys as PEFT has ever written them, with or without the adapter's name in them.
 _KEYS = tuple(
-    (re.compile(rf"(?P<module>.+)\.{pattern}"), kind)
+    (re.compile(rf"(?P<module>.+?)(?P<levels>(?:\.base_layer)*)\.{pattern}"), kind)
     for pattern, kind in (
         (rf"lora_A{_NAME}\.weight", "lora_A"),
         (rf"lora_B{_NAME}\.weight", "lora_B"),
@@ -116,6 +124,12 @@ def read(path: str) -> Adapter:
     parsed, prefix, key_problems = _parse_keys(weights)
     modules: Modules = _read_modules(weights, parsed)
     tied: tuple[str, ...] = ()
+    if config is not None:
+        joined = _own_metadata(weights).get("joined", {})
+        config, modules, _, expert_problems = peft_experts.of_file(
+            weights.path, config, modules, joined
+        )
+        key_problems += expert_problems
     if config is not None and config.ensure_weight_tying:
         modules, tied = _without_tied(modules)
     found = [*problems, *key_problems, *peft_checks.tensor_problems(weights.path, modules)]
@@ -123,7 +137,7 @@ def read(path: str) -> Adapter:
         found += peft_checks.fit_problems(config_file, config, modules)
     if config is None or found:
         raise errors.ModelError.of(errors.first(found, path))
-    fingerprint = _fingerprint(weights)
+    fingerprint = _own_metadata(weights).get("base_fingerprint")
     notes += (*_key_notes(prefix, weights.entries), *_tensor_notes(config, modules), *tied)
     if fingerprint is None:
         notes += ("it does not say which base it belongs to, so that is not checked",)
@@ -166,19 +180,26 @@ def _read_modules(
     return modules
 
 
-def _fingerprint(weights: safetensors_file.File) -> str | None:
-    """The base's fingerprint in the metadata that `write` put there."""
+def _own_metadata(weights: safetensors_file.File) -> dict[str, Any]:
+    """The metadata that `write` put there; empty if it is not from there.
+
+    Raises:
+      ModelError: it is damaged.
+    """
     text = weights.metadata.get(_METADATA)
     if text is None:
-        return None
+        return {}
     try:
-        stated = json.loads(text)["base_fingerprint"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        stated = False
-    if stated is not None and not isinstance(stated, str):
+        facts = json.loads(text)
+        stated, joined = facts["base_fingerprint"], facts.get("joined", {})
+        sound = stated is None or isinstance(stated, str)
+        sound &= all(type(r) is int and r > 0 for ranks in joined.values() for r in ranks.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
         where = f"{weights.path}: metadata {_METADATA!r}"
         raise errors.ModelError(where, text, "does not state a base_fingerprint", _AGAIN)
-    return stated
+    return {"base_fingerprint": stated, "joined": joined}
 
 
 # ---- keys --------------------------------------------------------------------------------------
@@ -226,8 +247,11 @@ def _parse_key(key: str) -> tuple[str, str, str | None] | None:
         if match and not _RESERVED.search(match["module"]):
             if level and kind not in ("weight", "bias"):
                 return None
+            # Only modules of experts have several adapters, one around the other.
+            if match["levels"] and not match["module"].endswith(".experts"):
+                return None
             name = match.groupdict().get("name") or (level and level["name"])
-            return match["module"], kind, name
+            return match["module"] + match["levels"], kind, name
     return None
 
 
@@ -333,7 +357,8 @@ def write(
     saved = tuple(sorted(m for m, kinds in adapter.modules.items() if "weight" in kinds))
     _check_written(folder, adapter)
     config = dataclasses.replace(adapter.config, modules_to_save=saved)
-    modules = dict(adapter.modules)
+    config, found, joined, _ = peft_experts.to_file(folder, config, adapter.modules)
+    modules = dict(found)
     embedding = _last(modules, targets.EMBEDDING)
     if config.ensure_weight_tying and embedding is not None:
         head = _head_name(embedding)
@@ -342,6 +367,7 @@ def write(
     facts = {
         "base_fingerprint": adapter.base_fingerprint,
         "purelora_version": purelora.__version__,
+        **({"joined": joined} if joined else {}),
         **(extra_metadata or {}),
     }
     metadata = {"format": "pt", _METADATA: json.dumps(facts)}
@@ -357,8 +383,9 @@ def write(
 
 def _check_written(folder: str, adapter: Adapter) -> None:
     file = os.path.join(folder, CONFIG)
+    in_file = peft_experts.to_file(folder, adapter.config, adapter.modules).config
     problems = [
-        *peft_config.parse(file, peft_config.to_json(adapter.config)).problems,
+        *peft_config.parse(file, peft_config.to_json(in_file)).problems,
         *_dtype_problems(folder, adapter.modules),
     ]
     if not problems:
@@ -450,6 +477,7 @@ def _explicit(
 ) -> peft_config.AdapterConfig:
     """The config of an adapter whose modules get other names, with no pattern in it."""
     adapted = [m for m, kinds in modules.items() if peft_checks.is_adapted(kinds)]
+    parameters = peft_experts.parameters([config], modules)
     ranks = {names[m]: peft_config.rank(config, m) for m in adapted}
     alphas = {names[m]: peft_config.alpha(config, m) for m in adapted}
     tokens = {
@@ -460,7 +488,8 @@ def _explicit(
     }
     return dataclasses.replace(
         config,
-        target_modules=tuple(sorted(ranks)),
+        target_modules=tuple(sorted(names[m] for m in adapted if m not in parameters)),
+        target_parameters=tuple(sorted({targets.parameter_name(names[m]) for m in parameters})),
         exclude_modules=(),
         rank_pattern={name: r for name, r in ranks.items() if r != config.r},
         alpha_pattern={name: a for name, a in alphas.items() if a != config.lora_alpha},

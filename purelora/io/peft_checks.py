@@ -9,7 +9,9 @@ from purelora import errors, targets
 from purelora.io import peft_config
 
 _AGAIN = "save or download the adapter again"
-_N_DIMS = {"lora_magnitude_vector": (1,), "bias": (1,), "weight": (1, 2)}
+# Three are those of experts.
+_N_DIMS = {"lora_magnitude_vector": (1,), "bias": (1,), "weight": (1, 2),
+           "lora_A": (2, 3), "lora_B": (2, 3)}  # fmt: skip
 PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 Modules = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -39,11 +41,13 @@ def _pair_problems(where: str, kinds: Mapping[str, np.ndarray]) -> Iterator[erro
     if all(kind in kinds for pair in PAIRS for kind in pair):
         yield errors.Problem(where, None, "has adapters of two kinds", _AGAIN)
     for a, b in PAIRS:
-        if not (a in kinds and b in kinds and kinds[a].ndim == kinds[b].ndim == 2):
+        if not (a in kinds and b in kinds and kinds[a].ndim == kinds[b].ndim >= 2):
             continue
         shapes = kinds[a].shape, kinds[b].shape
-        if shapes[0][0] != shapes[1][1]:
+        if shapes[0][-2] != shapes[1][-1]:
             yield errors.Problem(where, shapes, f"{a} and {b} differ in r", _AGAIN)
+        if shapes[0][:-2] != shapes[1][:-2]:
+            yield errors.Problem(where, shapes, f"{a} and {b} differ in experts", _AGAIN)
         magnitude = kinds.get("lora_magnitude_vector")
         if magnitude is not None and magnitude.shape != shapes[1][:1]:
             what = f"lora_magnitude_vector does not fit the rows of {b}"
@@ -78,9 +82,13 @@ def _target_problems(
             what = f"does not name {module}, which has an adapter"
             yield errors.Problem(f"{where}: target_modules", config.target_modules, what, _AGAIN)
         r = peft_config.rank(config, module)
-        if a.ndim == 2 and a.shape[0] != r:
-            what = f"is the rank of {module} by the config, and its tensors have {a.shape[0]}"
+        if a.ndim >= 2 and a.shape[-2] != r:
+            what = f"is the rank of {module} by the config, and its tensors have {a.shape[-2]}"
             yield errors.Problem(f"{where}: r", r, what, "correct r or rank_pattern")
+    for entry in config.target_parameters:
+        if not any(targets.matches([entry], targets.parameter_name(m)) for m in adapted):
+            what = "names no parameter that has an adapter"
+            yield errors.Problem(f"{where}: target_parameters", entry, what, _AGAIN)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
             if not any(targets.pattern_key([pattern], module) for module in adapted):

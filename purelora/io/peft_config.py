@@ -23,6 +23,8 @@ class AdapterConfig:
     Attributes:
       target_modules: a regex for the whole module name, `all-linear`, or names or dotted suffixes.
       exclude_modules: the same for modules to leave out; () for none.
+      target_parameters: names or dotted suffixes of parameters that are adapted where there is no
+        linear module: experts and routers.
       rank_pattern: r by pattern, for the modules where it differs; see `rank`.
       alpha_pattern: lora_alpha by pattern.
       layers_to_transform: layer numbers that have adapters; None for all.
@@ -35,7 +37,8 @@ class AdapterConfig:
 
     r: int
     lora_alpha: float
-    target_modules: str | tuple[str, ...]
+    target_modules: str | tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
     exclude_modules: str | tuple[str, ...] = ()
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -88,7 +91,16 @@ def scaling(config: AdapterConfig, module: str) -> float:
 
 
 def is_target(config: AdapterConfig, module: str) -> bool:
-    """Whether the config gives a module (that can have one) an adapter."""
+    """Whether the config gives a module (that can have one) an adapter.
+
+    Experts and routers may be named as parameters, or as the modules that they once were.
+    """
+    if targets.matches(config.target_parameters, targets.parameter_name(module)):
+        return True
+    return any(_is_target(config, name) for name in (module, *targets.older_names(module)))
+
+
+def _is_target(config: AdapterConfig, module: str) -> bool:
     if config.exclude_modules and targets.matches(config.exclude_modules, module):
         return False
     if config.target_modules == targets.ALL_LINEAR:
@@ -119,7 +131,7 @@ def _layer(patterns: tuple[str, ...], module: str) -> int | None:
 
 # ---- the keys and their types ------------------------------------------------------------------
 
-_REQUIRED = ("r", "lora_alpha", "target_modules")
+_REQUIRED = ("r", "lora_alpha")
 # These change the base that the adapter is added to, and PEFT repeats the change when it loads.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OTHER_INITS = ("gaussian", "orthogonal", "mica", "eva")
@@ -158,7 +170,6 @@ REFUSED: Mapping[str, str] = {
     "lora_bias": "a bias on lora_B",
     "megatron_config": "layers of Megatron",
     "monteclora_config": "adapters that are sampled",
-    "target_parameters": "adapters on fused expert parameters",
     "use_bdlora": "block-diagonal A and B",
     "use_qalora": "pooled inputs",
 }
@@ -186,6 +197,14 @@ def parse(file: str, data: Mapping[str, Any]) -> Parsed:
             values[key] = parser(value)
         except ValueError as error:
             problems.append(errors.Problem(f"{file}: {key}", value, str(error), f"correct {key}"))
+    if not (values.get("target_modules") or values.get("target_parameters")):
+        value = data.get("target_modules")
+        if value is None:
+            missing = errors.Problem(f"{file}: target_modules", None, "is missing", "add it")
+            problems.append(missing)
+        elif "target_modules" in values:
+            empty = "is empty", "correct target_modules"
+            problems.append(errors.Problem(f"{file}: target_modules", value, *empty))
     if problems:
         return Parsed(None, tuple(problems), ())
     config = AdapterConfig(**values)
@@ -291,13 +310,6 @@ def _modules(value: object) -> str | tuple[str, ...]:
     return _regex(value) if isinstance(value, str) and value else tuple(sorted(_names(value)))
 
 
-def _targets(value: object) -> str | tuple[str, ...]:
-    modules = _modules(value)
-    if not modules:
-        raise ValueError("is empty")
-    return modules
-
-
 def _layer_patterns(value: object) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else _names(value)
     return tuple(_regex(name, _NAMED_LAYER) for name in names if name)
@@ -364,7 +376,8 @@ def _init(value: object) -> str:
 PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "r": _integer,
     "lora_alpha": _number,
-    "target_modules": _targets,
+    "target_modules": _modules,
+    "target_parameters": _names,
     "exclude_modules": _modules,
     "rank_pattern": _patterns(_integer),
     "alpha_pattern": _patterns(_number),
@@ -405,6 +418,11 @@ def to_json(config: AdapterConfig) -> dict[str, Any]:
         data["eva_config"] = {}
     if not config.ensure_weight_tying:
         del data["ensure_weight_tying"]
+    if config.target_parameters:
+        # Null would be PEFT's own choice of modules.
+        data["target_modules"] = data["target_modules"] or []
+    else:
+        del data["target_parameters"]
     return {key: data[key] for key in sorted(data)}
 
 

@@ -49,26 +49,32 @@ class File:
         return source.Tensor(array, source.digest(entry.dtype, entry.shape, stored))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """Reads the values in `box`, a start and a stop for each dimension.
-
-        Of a matrix only these are read; of more dimensions the rest of the outermost rows too.
+        """Reads the values in `box`, a start and a stop for each dimension, and nothing else.
 
         Raises:
           ModelError: as for `read`.
         """
         entry = self._entry(name)
-        dtype = source.DTYPES[entry.dtype]
-        row_bytes = entry.n_bytes // entry.shape[0]
+        return self._read_box(entry.start, source.DTYPES[entry.dtype], entry.shape, box)
+
+    def _read_box(
+        self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], box: tuple[slice, ...]
+    ) -> np.ndarray:
+        """That of a tensor of `shape` whose values begin at the byte `start`."""
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
         first, count = box[0].start, box[0].stop - box[0].start
-        start = entry.start + first * row_bytes
-        if len(entry.shape) == 2:
+        start += first * row_bytes
+        sizes = tuple(one.stop - one.start for one in box[1:])
+        if sizes == shape[1:]:
+            stored = files.read_range(self.path, start, count * row_bytes)
+        elif len(shape) == 2:
             start += box[1].start * dtype.itemsize
-            width = box[1].stop - box[1].start
-            stored = files.read_rows(self.path, start, width * dtype.itemsize, row_bytes, count)
-            return stored.view(dtype).reshape(count, width)
-        stored = files.read_range(self.path, start, count * row_bytes)
-        whole_rows = stored.view(dtype).reshape(count, *entry.shape[1:])
-        return whole_rows[(slice(None), *box[1:])]
+            width_bytes = sizes[0] * dtype.itemsize
+            stored = files.read_rows(self.path, start, width_bytes, row_bytes, count)
+        else:
+            starts = range(start, start + count * row_bytes, row_bytes)
+            return np.stack([self._read_box(at, dtype, shape[1:], box[1:]) for at in starts])
+        return stored.view(dtype).reshape(count, *sizes)
 
     def _entry(self, name: str) -> files.Entry:
         source.check_name(self.path, name, self.entries)

@@ -3,6 +3,7 @@
 A layer's tree says what it has: a bias, or norms of queries and keys, is used where it is declared.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,30 +14,55 @@ from jax.ad_checkpoint import checkpoint_name
 from purelora import params
 from purelora import tree as trees
 from purelora.info import ParamInfo
-from purelora.models import layers
+from purelora.models import layers, moe
 from purelora.models.reading import Config
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-class Attend(NamedTuple):
-    """What a layer does with the heads, in training or with a cache.
+class Context(NamedTuple):
+    """What a layer gets besides activations and parameters, in training or with a cache.
 
     Attributes:
       rotate: rotary positions of queries or keys `[B, T, N, H]`.
-      mix: (q, k, v), rotated, to (mixed values `[B, T, N, H]`, what comes out besides).
+      mix: (q, k, v), rotated, to (mixed values `[B, T, N, H]`, what comes out besides). A layer
+        that shares keys and values gives None for both.
+      is_token_BT: which positions hold a token, and not padding.
+      input_BTP: what the layer gets besides the activations, if the model has that.
     """
 
     rotate: Callable[[jax.Array], jax.Array]
-    mix: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+    mix: Callable[[jax.Array, jax.Array | None, jax.Array | None], tuple[jax.Array, Any]]
+    is_token_BT: jax.Array
+    input_BTP: jax.Array | None
+
+
+class Output(NamedTuple):
+    """What a layer gives.
+
+    Attributes:
+      x_BTD: the activations.
+      mixed: what `Context.mix` gives besides its output.
+      router: statistics of the routing to experts; None without them.
+    """
+
+    x_BTD: jax.Array
+    mixed: Any
+    router: moe.RouterSums | None
 
 
 # ---- declarations ------------------------------------------------------------------------------
 
 
 def kernel(
-    cfg: Config, n_in: int, n_out: int, axes: tuple[str, str], dtype: str, *, bias: bool = False
+    cfg: Config,
+    n_in: int,
+    n_out: int,
+    axes: tuple[str | None, str | None],
+    dtype: str,
+    *,
+    bias: bool = False,
 ) -> trees.Tree:
     """A stacked matrix `[L, in, out]` and, if it has one, its bias `[L, out]`."""
     L, axis_out = cfg.num_hidden_layers, axes[1]
@@ -87,6 +113,38 @@ def mlp_infos(cfg: Config, dtype: str) -> trees.Tree:
     }
 
 
+def experts_infos(cfg: Config, dtype: str) -> trees.Tree:
+    """The three matrices of a gated MLP, `[L, E, in, out]`: one of each for every expert."""
+    assert cfg.experts is not None
+    L, E, D, F = (
+        cfg.num_hidden_layers,
+        cfg.experts.count,
+        cfg.hidden_size,
+        cfg.experts.intermediate_size,
+    )
+    shapes = {
+        "gate_proj": (D, F, ("embed", "mlp")),
+        "up_proj": (D, F, ("embed", "mlp")),
+        "down_proj": (F, D, ("mlp", "embed")),
+    }
+    return {
+        name: {
+            "weight": ParamInfo(
+                (L, E, n_in, n_out), dtype, ("layers", "experts", *axes), contracting=-2
+            )
+        }
+        for name, (n_in, n_out, axes) in shapes.items()
+    }
+
+
+def moe_infos(cfg: Config, dtype: str) -> trees.Tree:
+    """A router `[L, D, E]`, called `gate`, and the experts."""
+    assert cfg.experts is not None
+    router = kernel(cfg, cfg.hidden_size, cfg.experts.count, ("embed", None), dtype)
+    weight = dataclasses.replace(router["weight"], is_router=True)
+    return {"gate": {"weight": weight}, "experts": experts_infos(cfg, dtype)}
+
+
 def pre_norm_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.Tree:
     """The parameters of `pre_norm`."""
     D = cfg.hidden_size
@@ -94,7 +152,7 @@ def pre_norm_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.T
         "input_layernorm": norm(cfg, D, dtype),
         "self_attn": attention_infos(cfg, dtype, qk_norm=qk_norm),
         "post_attention_layernorm": norm(cfg, D, dtype),
-        "mlp": mlp_infos(cfg, dtype),
+        "mlp": mlp_infos(cfg, dtype) if cfg.experts is None else moe_infos(cfg, dtype),
     }
 
 
@@ -118,46 +176,46 @@ def normed(x: jax.Array, module: params.Module, cfg: Config) -> jax.Array:
 def pre_norm(
     x_BTD: jax.Array,
     layer: trees.Tree,
-    attend: Attend,
+    context: Context,
     cfg: Config,
     dropout: layers.Dropout | None,
-) -> tuple[jax.Array, Any]:
-    """Attention and MLP, each with a norm before it.
-
-    Returns the activations and what `attend` gives besides its output.
-    """
+) -> Output:
+    """Attention and MLP, each with a norm before it."""
     with jax.named_scope("attention"):
         inner = normed(x_BTD, layer["input_layernorm"], cfg)
-        out_BTD, extra = attention(inner, layer["self_attn"], attend, cfg, dropout)
+        out_BTD, mixed = attention(inner, layer["self_attn"], context, cfg, dropout)
         x_BTD = checkpoint_name(x_BTD + out_BTD, "after_attention")
     with jax.named_scope("mlp"):
         inner = normed(x_BTD, layer["post_attention_layernorm"], cfg)
-        return x_BTD + mlp(inner, layer["mlp"], cfg, dropout), extra
+        out_BTD, router = mlp(inner, layer["mlp"], context, cfg, dropout)
+        return Output(x_BTD + out_BTD, mixed, router)
 
 
 def sandwich(
     x_BTD: jax.Array,
     layer: trees.Tree,
-    attend: Attend,
+    context: Context,
     cfg: Config,
     dropout: layers.Dropout | None,
-) -> tuple[jax.Array, Any]:
-    """Attention and MLP, each with a norm before and a norm after it; returns as `pre_norm`."""
+) -> Output:
+    """Attention and MLP, each with a norm before and a norm after it."""
     with jax.named_scope("attention"):
         inner = normed(x_BTD, layer["input_layernorm"], cfg)
-        out_BTD, extra = attention(inner, layer["self_attn"], attend, cfg, dropout)
+        out_BTD, mixed = attention(inner, layer["self_attn"], context, cfg, dropout)
         out_BTD = checkpoint_name(out_BTD, "attention_added")
         x_BTD = x_BTD + normed(out_BTD, layer["post_attention_layernorm"], cfg)
     with jax.named_scope("mlp"):
         inner = normed(x_BTD, layer["pre_feedforward_layernorm"], cfg)
-        out_BTD = checkpoint_name(mlp(inner, layer["mlp"], cfg, dropout), "mlp_added")
-        return x_BTD + normed(out_BTD, layer["post_feedforward_layernorm"], cfg), extra
+        out_BTD, router = mlp(inner, layer["mlp"], context, cfg, dropout)
+        out_BTD = checkpoint_name(out_BTD, "mlp_added")
+        x_BTD = x_BTD + normed(out_BTD, layer["post_feedforward_layernorm"], cfg)
+        return Output(x_BTD, mixed, router)
 
 
 def attention(
     x_BTD: jax.Array,
     attn: trees.Tree,
-    attend: Attend,
+    context: Context,
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> tuple[jax.Array, Any]:
@@ -172,24 +230,33 @@ def attention(
     if "q_norm" in attn:
         # Kept for the backward pass is what the norms read: all that follows is cheap.
         q, k = checkpoint_name(q, "attention_query"), checkpoint_name(k, "attention_key")
-        q = attend.rotate(normed(q, attn["q_norm"], cfg))
-        k = attend.rotate(normed(k, attn["k_norm"], cfg))
+        q = context.rotate(normed(q, attn["q_norm"], cfg))
+        k = context.rotate(normed(k, attn["k_norm"], cfg))
     else:
-        q = checkpoint_name(attend.rotate(q), "attention_query")
-        k = checkpoint_name(attend.rotate(k), "attention_key")
-    out_BTNH, extra = attend.mix(q, k, checkpoint_name(v, "attention_value"))
+        q = checkpoint_name(context.rotate(q), "attention_query")
+        k = checkpoint_name(context.rotate(k), "attention_key")
+    out_BTNH, mixed = context.mix(q, k, checkpoint_name(v, "attention_value"))
     joined = einops.rearrange(out_BTNH, "B T N H -> B T (N H)")
-    return layers.linear(joined, attn["o_proj"], dropout), extra
+    return layers.linear(joined, attn["o_proj"], dropout), mixed
 
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": jax.nn.gelu,  # Its approximation by tanh is JAX's default.
 }
 
 
 def mlp(
-    x_BTD: jax.Array, module: trees.Tree, cfg: Config, dropout: layers.Dropout | None
-) -> jax.Array:
-    """The gated MLP with the model's activation."""
-    return layers.gated_mlp(x_BTD, module, _ACTIVATIONS[cfg.hidden_act], dropout)
+    x_BTD: jax.Array,
+    module: trees.Tree,
+    context: Context,
+    cfg: Config,
+    dropout: layers.Dropout | None,
+) -> tuple[jax.Array, moe.RouterSums | None]:
+    """The gated MLP with the model's activation, or the mixture of experts in its place."""
+    activation = ACTIVATIONS[cfg.hidden_act]
+    if "experts" not in module:
+        return layers.gated_mlp(x_BTD, module, activation, dropout), None
+    assert cfg.experts is not None
+    routing, sums = moe.route(x_BTD, module["gate"], context.is_token_BT, cfg.experts, dropout)
+    return moe.experts(x_BTD, module["experts"], routing, activation, cfg.experts), sums

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,29 @@ import jax.numpy as jnp
 from purelora import config as configs
 from purelora import errors, info, lora, loss, params, targets
 from purelora import tree as trees
-from purelora.models import decoder, gemma2, gemma3, layers, llama, mistral, qwen2, qwen3, reading
+from purelora.models import (
+    cached,
+    decoder,
+    gemma2,
+    gemma3,
+    gemma4,
+    layers,
+    llama,
+    mistral,
+    mixtral,
+    moe,
+    multimodal,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    reading,
+    stacks,
+    storage,
+)
 
-FAMILIES: tuple[decoder.Family, ...] = (llama, mistral, qwen2, qwen3, gemma2, gemma3)
+FAMILIES: tuple[decoder.Family, ...] = (
+    llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, gemma4,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +51,18 @@ class Execution:
     scan_layers: bool
     remat: bool
     chunk_tokens: int
+
+
+class Losses(NamedTuple):
+    """Of one micro-batch; `step.Losses` says more.
+
+    Attributes:
+      xent: weighted sum of the token losses.
+      router: losses of the routing, sums over rows; None without experts.
+    """
+
+    xent: jax.Array
+    router: moe.RouterLosses | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,6 +94,45 @@ class CausalLM:
     def hf_names(self) -> dict[str, tuple[str, ...]]:
         """Hugging Face name of each layer of every leaf."""
         return {path: decoder.hf_names(self.config, path) for path in self.flat_infos}
+
+    @functools.cached_property
+    def layout(self) -> storage.Layout:
+        """The tensors of a file of this family, where there is none to go by."""
+        experts = self.config.experts
+        convention = storage.NUMBERED if experts is None else experts.files
+        return self.layouts[convention]
+
+    def layout_of(self, held: Collection[str]) -> storage.Layout:
+        """The tensors that a file must have which holds the tensors `held`."""
+        return max(
+            self.layouts.values(), key=lambda layout: sum(name in held for name in layout.shapes)
+        )
+
+    @functools.cached_property
+    def layouts(self) -> Mapping[str, storage.Layout]:
+        """The ways in which files may hold the model, by the name of the convention."""
+        return {
+            convention + spelling: spelled
+            for convention in storage.CONVENTIONS
+            for spelling, spelled in multimodal.spellings(
+                self.config, storage.layout(self.flat_infos, self.hf_names, convention)
+            ).items()
+        }
+
+    def left_out(self, held: Iterable[str]) -> list[str]:
+        """Which of the tensors `held` a file may have although this model does not use them."""
+        return [name for name in held if multimodal.is_left_out(self.config, name)]
+
+    @property
+    def layer_configs(self) -> list[reading.Config]:
+        """Of each layer, the config of its stack."""
+        groups = stacks.of(self.config)
+        return [groups[number].cfg for number in stacks.numbers(groups)]
+
+    @property
+    def stack_paths(self) -> tuple[str, ...]:
+        """Tree path of each stack of layers."""
+        return tuple(stack.path for stack in stacks.of(self.config))
 
     @property
     def axis_counts(self) -> Mapping[str, int]:
@@ -117,7 +188,7 @@ class CausalLM:
             shards=shards,
         )
 
-    def loss_sum(
+    def losses(
         self,
         trainable: trees.Tree,
         base: trees.Tree,
@@ -126,11 +197,12 @@ class CausalLM:
         execution: Execution,
         shards: params.Shards,
         dropout: layers.Dropout | None,
-    ) -> jax.Array:
-        """Weighted sum of the token losses of one micro-batch of `[B, T]` arrays."""
+        pool_router: bool = False,
+    ) -> Losses:
+        """The losses of one micro-batch of `[B, T]` arrays; `pool_router`: see `moe.losses`."""
         bound = self.bind(base, trainable, shards)
         inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
-        x_BTD = self.hidden(
+        x_BTD, sums = self.hidden(
             bound,
             inputs,
             dtype=execution.dtype,
@@ -138,7 +210,7 @@ class CausalLM:
             remat=execution.remat,
             dropout=dropout,
         )
-        return loss.xent_sum(
+        xent = loss.xent_sum(
             x_BTD,
             decoder.head(bound),
             batch.targets,
@@ -147,9 +219,14 @@ class CausalLM:
             softcap=self.config.final_softcap,
             dropout=dropout,
         )
+        if sums is None:
+            return Losses(xent, None)
+        return Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
 
-    def hidden(self, bound: trees.Tree, inputs: layers.Inputs, **how: Any) -> jax.Array:
-        """The activations before the head, `[B, T, D]`; see `decoder.hidden`."""
+    def hidden(
+        self, bound: trees.Tree, inputs: layers.Inputs, **how: Any
+    ) -> tuple[jax.Array, moe.RouterSums | None]:
+        """The activations before the head, `[B, T, D]`, and more; see `decoder.hidden`."""
         return decoder.hidden(self.family, self.config, bound, inputs, **how)
 
     def head_logits(self, x: jax.Array, bound: trees.Tree, dtype: Any) -> jax.Array:
@@ -168,25 +245,25 @@ class CausalLM:
     ) -> jax.Array:
         """Logits `[B, T, V]` of whole sequences, in `dtype`."""
         bound = self.bind(base, trainable)
-        x_BTD = self.hidden(bound, inputs, dtype=dtype, scan_layers=scan_layers, remat=False)
+        x_BTD, _ = self.hidden(bound, inputs, dtype=dtype, scan_layers=scan_layers, remat=False)
         return self.head_logits(x_BTD, bound, dtype)
 
-    def empty_cache(self, rows: int, length: int, dtype: Any) -> decoder.Cache:
-        """A cache for generation: `length` slots for each of `rows` rows."""
-        return decoder.empty_cache(self.config, rows, length, dtype)
+    def empty_cache(self, rows: int, length: int, dtype: Any) -> cached.Caches:
+        """Caches for generation: `length` slots for each of `rows` rows."""
+        return cached.empty(self.config, rows, length, dtype)
 
     def hidden_cached(
         self,
         bound: trees.Tree,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        cache: decoder.Cache,
+        caches: cached.Caches,
         *,
         dtype: Any,
-    ) -> tuple[jax.Array, decoder.Cache]:
-        """`hidden` for generation: reads the cache and writes the slots at `positions_BT`."""
-        return decoder.hidden_cached(
-            self.family, self.config, bound, tokens_BT, positions_BT, cache, dtype=dtype
+    ) -> tuple[jax.Array, cached.Caches]:
+        """`hidden` for generation: reads the caches and writes the slots at `positions_BT`."""
+        return cached.hidden(
+            self.family, self.config, bound, tokens_BT, positions_BT, caches, dtype=dtype
         )
 
 
@@ -219,8 +296,9 @@ def make_forward(
     execution: Execution,
     shards: params.Shards,
     dropout_rate: float,
+    router: moe.RouterLossWeights = moe.UNWEIGHTED,
 ) -> Any:
-    """The `step.Forward` of a model: the weighted loss sum of one micro-batch."""
+    """The `step.Forward` of a model: what one micro-batch adds to the loss."""
 
     def forward(
         trainable: trees.Tree,
@@ -229,12 +307,22 @@ def make_forward(
         *,
         key: jax.Array | None,
         rows_B: jax.Array,
-    ) -> jax.Array:
+        row_weight: jax.Array,
+    ) -> tuple[jax.Array, Losses]:
         dropout = None
         if key is not None and dropout_rate > 0:
             dropout = layers.Dropout(key, rows_B, dropout_rate)
-        return model.loss_sum(
-            trainable, base, batch, execution=execution, shards=shards, dropout=dropout
+        found = model.losses(
+            trainable,
+            base,
+            batch,
+            execution=execution,
+            shards=shards,
+            dropout=dropout,
+            pool_router=router.is_pooled,
         )
+        if found.router is None:
+            return found.xent, found
+        return found.xent + row_weight * moe.objective(found.router, router), found
 
     return forward

@@ -1,13 +1,15 @@
-"""A decoder around the layers of a family: embedding, the stack of layers, last norm and head.
+"""A decoder around the layers of a family: embedding, the layers, last norm and head.
 
-All layers of these families have the same parameters and are one stack, whatever kind each is of:
-how far a layer sees and how it rotates is chosen by its number while the stack is run.
+Layers of the same parameters are one stack, whatever kind each is of: how far a layer sees and how
+it rotates is chosen by its number while the stack is run. Layers of other parameters are in a
+stack of their own, see `stacks`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 from purelora import params, targets
 from purelora import tree as trees
 from purelora.info import ParamInfo
-from purelora.models import attention, blocks, layers
-from purelora.models.reading import Config
+from purelora.models import attention, blocks, layer_inputs, layers, moe, scan, sharing, stacks
+from purelora.models.reading import Config, Kind
 
 
 class Family(Protocol):
@@ -34,42 +36,54 @@ class Family(Protocol):
         """
 
     def layer_infos(self, cfg: Config, dtype: str) -> trees.Tree:
-        """Declarations of the parameters of the layers, each stacked over all of them."""
+        """Declarations of the parameters of a stack of layers, which `cfg` is of alone."""
 
     def block(
         self,
         x_BTD: jax.Array,
         layer: trees.Tree,
-        attend: blocks.Attend,
+        context: blocks.Context,
         cfg: Config,
         dropout: layers.Dropout | None,
-    ) -> tuple[jax.Array, Any]:
-        """One layer; returns the activations and what `attend` gives besides its output."""
+    ) -> blocks.Output:
+        """One layer of the stack that `cfg` is of."""
 
 
 def param_infos(family: Family, cfg: Config, dtype: str) -> trees.Tree:
     """Declarations of all parameters: kernels are [in, out], tables [V, D], stacks lead with L."""
     axes, shape = ("vocab", "embed"), (cfg.vocab_size, cfg.hidden_size)
     table = {"weight": ParamInfo(shape, dtype, axes, contracting=-1)}
-    infos = {
-        targets.EMBEDDING: table,
-        "layers": family.layer_infos(cfg, dtype),
-        "norm": blocks.norm(cfg, cfg.hidden_size, dtype, stacked=False),
-    }
-    return infos if cfg.tie_word_embeddings else {**infos, targets.HEAD: table}
+    infos = [
+        {targets.EMBEDDING: table},
+        layer_inputs.infos(cfg, dtype),
+        *(
+            trees.unflatten({stack.path: family.layer_infos(stack.cfg, dtype)})
+            for stack in stacks.of(cfg)
+        ),
+        {"norm": blocks.norm(cfg, cfg.hidden_size, dtype, stacked=False)},
+    ]
+    return trees.combine(*infos, {} if cfg.tie_word_embeddings else {targets.HEAD: table})
 
 
 def axis_counts(cfg: Config) -> dict[str, int]:
-    """How many heads the logical axes of heads hold."""
-    return {"heads": cfg.num_attention_heads, "kv_heads": cfg.num_key_value_heads}
+    """How many heads the logical axes of heads hold; what divides this divides every stack's."""
+    kv_heads = [stack.cfg.num_key_value_heads for stack in stacks.of(cfg)]
+    return {"heads": cfg.num_attention_heads, "kv_heads": math.gcd(*kv_heads)}
+
+
+# Parameters that are no module's: in files their names end here, and not in `.weight`.
+_BARE = ("layer_scalar", "router.scale", "router.per_expert_scale")
 
 
 def hf_names(cfg: Config, path: str) -> tuple[str, ...]:
     """Hugging Face name of each layer of the leaf or module at `path`; one name if not stacked."""
-    if path.startswith("layers."):
-        rest = path.removeprefix("layers.")
-        return tuple(f"model.layers.{i}.{rest}" for i in range(cfg.num_hidden_layers))
-    return (path,) if path.startswith(targets.HEAD) else (f"model.{path}",)
+    if path.endswith(tuple(f"{name}.weight" for name in _BARE)):
+        path = path.removesuffix(".weight")
+    stack = stacks.holding(cfg, path)
+    if stack is not None:
+        rest = path.removeprefix(f"{stack.path}.")
+        return tuple(f"{cfg.prefix}.layers.{i}.{rest}" for i in stack.layers)
+    return (path,) if path.startswith(targets.HEAD) else (f"{cfg.prefix}.{path}",)
 
 
 def modules(cfg: Config, infos: trees.Tree) -> dict[str, targets.AdaptableModule]:
@@ -79,12 +93,16 @@ def modules(cfg: Config, infos: trees.Tree) -> dict[str, targets.AdaptableModule
         for path, leaf in trees.flatten(infos).items()
         if leaf.is_matrix
     }
+    matrices.pop(layer_inputs.TABLE, None)  # A table beside the embedding takes no adapters.
     table = matrices.pop(targets.EMBEDDING)
     matrices.setdefault(targets.HEAD, table)
     matrices[targets.EMBEDDING] = table
     kinds: dict[str, Any] = {targets.HEAD: "head", targets.EMBEDDING: "embedding"}
+    for path, leaf in matrices.items():
+        kind = "experts" if leaf.has_experts else "router" if leaf.is_router else "linear"
+        kinds.setdefault(path, kind)
     return {
-        path: targets.AdaptableModule(leaf, hf_names(cfg, path), kinds.get(path, "linear"))
+        path: targets.AdaptableModule(leaf, hf_names(cfg, path), kinds[path])
         for path, leaf in matrices.items()
     }
 
@@ -99,8 +117,10 @@ def hidden(
     scan_layers: bool,
     remat: bool,
     dropout: layers.Dropout | None = None,
-) -> jax.Array:
-    """The activations before the head, `[B, T, D]`, after the last norm.
+) -> tuple[jax.Array, moe.RouterSums | None]:
+    """The activations before the head, `[B, T, D]`, after the last norm; and router statistics.
+
+    The statistics are stacked over the layers that have experts; None if none has.
 
     Args:
       family: the model's family.
@@ -112,31 +132,60 @@ def hidden(
       remat: recompute every block in the backward pass.
       dropout: dropout on the adapters' inputs, None outside training.
     """
-    angles = [layers.rope_angles(inputs.positions_BT, kind.rope) for kind in cfg.kinds]
-    mix = functools.partial(
+    groups, angles = stacks.of(cfg), angles_of(cfg, inputs.positions_BT)
+
+    def block(
+        carry: sharing.Carry, layer: scan.Layer, kind: scan.Kind, number: int
+    ) -> tuple[blocks.Output, None]:
+        (x_BTD, shared), own = carry, groups[number].cfg
+        keeps = sharing.is_shared(groups)
+        context = blocks.Context(
+            rotate=functools.partial(layers.rope, angles=of_kind(own, kind, angles)),
+            mix=sharing.mixing(_mixing(own, kind, inputs), shared, keeps=keeps),
+            is_token_BT=inputs.segment_ids_BT > 0,
+            input_BTP=layer.given,
+        )
+        layer_dropout = None if dropout is None else dropout.for_layer(layer.number)
+        return family.block(x_BTD, layer.bound, context, own, layer_dropout), None
+
+    x_BTD = embedded(inputs.tokens_BT, bound, cfg, dtype)
+    given = layer_inputs.of_all_layers(inputs.tokens_BT, x_BTD, bound, cfg, dropout)
+    body = scan.rematted(block, scan=scan_layers, remat=remat)
+    own_stacks = bound_stacks(bound, groups)
+    x_BTD, router = sharing.run(body, x_BTD, groups, own_stacks, given=given, scan=scan_layers)
+    return blocks.normed(x_BTD, bound["norm"], cfg), router
+
+
+def _mixing(cfg: Config, kind: scan.Kind, inputs: layers.Inputs) -> Callable[..., jax.Array]:
+    """Attention in a layer of a kind, of queries, keys and values."""
+    return functools.partial(
         attention.causal_attention,
         segments_BT=inputs.segment_ids_BT,
         scale=cfg.attention_scale,
         softcap=cfg.attn_softcap,
         windows=tuple(kind.window for kind in cfg.kinds),
+        kind=kind,
     )
 
-    def body(x_BTD: jax.Array, xs: tuple[trees.Tree, jax.Array], kind: layers.Kind) -> jax.Array:
-        layer, index = xs
-        attend = blocks.Attend(
-            rotate=functools.partial(layers.rope, angles=layers.of_kind(kind, angles)),
-            mix=lambda q, k, v: (mix(q, k, v, kind=kind), None),
-        )
-        layer_dropout = None if dropout is None else dropout.for_layer(index)
-        return family.block(x_BTD, layer, attend, cfg, layer_dropout)[0]
 
-    x_BTD = _embedded(inputs.tokens_BT, bound, cfg, dtype)
-    stack = (bound["layers"], jnp.arange(cfg.num_hidden_layers))
-    x_BTD = layers.run_stack(body, x_BTD, stack, cfg.kind_numbers, scan=scan_layers, remat=remat)
-    return blocks.normed(x_BTD, bound["norm"], cfg)
+def bound_stacks(bound: trees.Tree, groups: Sequence[stacks.Stack]) -> list[trees.Tree]:
+    """The bound modules of each stack."""
+    return [functools.reduce(lambda tree, name: tree[name], stack.path.split("."), bound)
+            for stack in groups]  # fmt: skip
 
 
-def _embedded(tokens_BT: jax.Array, bound: trees.Tree, cfg: Config, dtype: Any) -> jax.Array:
+def angles_of(cfg: Config, positions_BT: jax.Array) -> dict[Kind, tuple[jax.Array, jax.Array]]:
+    """Rotary angles of every kind of layers."""
+    return {kind: layers.rope_angles(positions_BT, kind.rope) for kind in cfg.kinds}
+
+
+def of_kind(cfg: Config, kind: scan.Kind, options: Mapping[Kind, Any]) -> Any:
+    """What is for a layer's kind, by its number in the stack that `cfg` is of."""
+    return scan.of_kind(kind, [options[own] for own in cfg.kinds])
+
+
+def embedded(tokens_BT: jax.Array, bound: trees.Tree, cfg: Config, dtype: Any) -> jax.Array:
+    """What the first layer reads, `[B, T, D]`."""
     x_BTD = layers.embed(tokens_BT, bound[targets.EMBEDDING], dtype)
     # The factor is rounded to the activations' type, as the weights were trained.
     return x_BTD if cfg.embedding_scale == 1 else x_BTD * jnp.asarray(cfg.embedding_scale, dtype)
@@ -150,86 +199,3 @@ def head(bound: trees.Tree) -> params.Module:
     # The table itself, without the adapters that it has as an embedding.
     adapter = {name: None if own is None else getattr(own, name) for name in params.ADAPTER_FIELDS}
     return dataclasses.replace(tied, name=targets.HEAD, **adapter)
-
-
-# ---- generation --------------------------------------------------------------------------------
-
-
-class Cache(NamedTuple):
-    """Keys and values of the positions so far, `[L, B, K, S, H]` each; slot s holds position s."""
-
-    k: jax.Array
-    v: jax.Array
-
-
-def empty_cache(cfg: Config, rows: int, length: int, dtype: Any) -> Cache:
-    """A cache of `length` slots for each of `rows` rows."""
-    shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, length, cfg.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def hidden_cached(
-    family: Family,
-    cfg: Config,
-    bound: trees.Tree,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    cache: Cache,
-    *,
-    dtype: Any,
-) -> tuple[jax.Array, Cache]:
-    """`hidden` for generation: reads the cache and writes the slots at `positions_BT`."""
-    length = cache.k.shape[3]
-    masks = [layers.cache_mask(positions_BT, length, kind.window) for kind in cfg.kinds]
-    angles = [layers.rope_angles(positions_BT, kind.rope) for kind in cfg.kinds]
-
-    def body(
-        carry: tuple[jax.Array, Cache], xs: tuple[trees.Tree, jax.Array], kind: layers.Kind
-    ) -> tuple[jax.Array, Cache]:
-        x_BTD, cache = carry
-        layer, index = xs
-        attend = blocks.Attend(
-            rotate=functools.partial(layers.rope, angles=layers.of_kind(kind, angles)),
-            mix=functools.partial(
-                _mix_cached,
-                cache=cache,
-                index=index,
-                positions_BT=positions_BT,
-                mask_BTS=layers.of_kind(kind, masks),
-                cfg=cfg,
-            ),
-        )
-        return family.block(x_BTD, layer, attend, cfg, None)
-
-    x_BTD = _embedded(tokens_BT, bound, cfg, dtype)
-    # Carried, the cache is written in place; scanned over, all of it would be copied each token.
-    stack = (bound["layers"], jnp.arange(cfg.num_hidden_layers))
-    x_BTD, cache = layers.scan_stack(body, (x_BTD, cache), stack, cfg.kind_numbers)
-    return blocks.normed(x_BTD, bound["norm"], cfg), cache
-
-
-def _mix_cached(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    *,
-    cache: Cache,
-    index: jax.Array,
-    positions_BT: jax.Array,
-    mask_BTS: jax.Array,
-    cfg: Config,
-) -> tuple[jax.Array, Cache]:
-    rows = jnp.arange(positions_BT.shape[0])[:, None]
-    cache = Cache(
-        cache.k.at[index, rows, :, positions_BT].set(k_BTKH),
-        cache.v.at[index, rows, :, positions_BT].set(v_BTKH),
-    )
-    out_BTNH = attention.cached_attention(
-        q_BTNH,
-        cache.k[index],
-        cache.v[index],
-        mask_BTS,
-        cfg.attention_scale,
-        softcap=cfg.attn_softcap,
-    )
-    return out_BTNH, cache

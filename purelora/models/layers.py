@@ -11,7 +11,7 @@ A name carries the letters of its dimensions: `x_BTD`, `logits_BTV`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from purelora import info, lora, params, quant
 from purelora import tree as trees
 from purelora.models import rope as ropes
-
-# What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
-# matmuls and of attention, and gathered weights where that is asked for. Norms, rotations and
-# activations are recomputed from them, which costs nothing that can be measured and halves the
-# memory.
-SAVED_NAMES = (
-    "attention_query", "attention_key", "attention_value", "attention_out", "attention_lse",
-    "after_attention", "attention_added", "mlp_gate", "mlp_up", "mlp_added", "lora_xa", "gathered",
-)  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -173,10 +164,18 @@ def _own_rows(
 
 def rms_norm(x: jax.Array, module: params.Module, eps: float, *, offset: float = 0.0) -> jax.Array:
     """Root mean square norm in float32 (Zhang and Sennrich 2019), times `offset` + weight."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     weight = module.weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (normed * (weight + offset)).astype(x.dtype)
+    return (_unit(x, eps) * (weight + offset)).astype(x.dtype)
+
+
+def unit_norm(x: jax.Array, eps: float) -> jax.Array:
+    """The root mean square norm without weights."""
+    return _unit(x, eps).astype(x.dtype)
+
+
+def _unit(x: jax.Array, eps: float) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
 
 
 def softcapped(x: jax.Array, cap: float | None) -> jax.Array:
@@ -223,66 +222,3 @@ def gated_mlp(
     gate_BTF = checkpoint_name(linear(x_BTD, mlp["gate_proj"], dropout), "mlp_gate")
     up_BTF = checkpoint_name(linear(x_BTD, mlp["up_proj"], dropout), "mlp_up")
     return linear(activation(gate_BTF) * up_BTF, mlp["down_proj"], dropout)
-
-
-Kind = int | jax.Array
-
-
-def of_kind(kind: Kind, options: Sequence[Any]) -> Any:
-    """The option (a pytree) of a layer's kind, a number; traced, it selects among arrays."""
-    if isinstance(kind, int):
-        return options[kind]
-    return jax.tree.map(lambda *arrays: jax.lax.select_n(kind, *arrays), *options)
-
-
-def run_stack(
-    block: Callable[..., jax.Array],
-    x_BTD: jax.Array,
-    stack: Any,
-    kinds: Sequence[int],
-    *,
-    scan: bool,
-    remat: bool,
-) -> jax.Array:
-    """Runs `x = block(x, layer, kind)` over a stack, scanned or unrolled.
-
-    Layers of different kinds share one compiled body, in which the kind is a traced number; where
-    there is one kind, or nothing is scanned, it is an int.
-
-    Args:
-      block: one layer. What it closes over must not depend on the layer.
-      x_BTD: the activations.
-      stack: pytree whose arrays lead with the layer axis.
-      kinds: number of each layer's kind.
-      scan: one compiled body for all layers, or every layer compiled by itself.
-      remat: recompute each layer in the backward pass; otherwise only what is cheap, see
-        `SAVED_NAMES`.
-    """
-    policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-    # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
-    rematted = functools.partial(jax.checkpoint, prevent_cse=not scan, policy=policy)
-
-    def run(x_BTD: jax.Array, layer: Any, kind: Kind) -> jax.Array:
-        out: jax.Array = (
-            rematted(functools.partial(block, kind=kind))(x_BTD, layer)
-            if isinstance(kind, int)
-            else rematted(block)(x_BTD, layer, kind)
-        )
-        return out
-
-    if scan:
-        out: jax.Array = scan_stack(run, x_BTD, stack, kinds)
-        return out
-    for index, kind in enumerate(kinds):
-        x_BTD = run(x_BTD, params.layer(stack, index), kind)
-    return x_BTD
-
-
-def scan_stack(
-    body: Callable[[Any, Any, Kind], Any], carry: Any, stack: Any, kinds: Sequence[int]
-) -> Any:
-    """Scans `carry = body(carry, layer, kind)` over a stack; see `run_stack`."""
-    if len(set(kinds)) == 1:
-        return jax.lax.scan(lambda c, layer: (body(c, layer, kinds[0]), None), carry, stack)[0]
-    numbers = jnp.asarray(kinds, jnp.int32)
-    return jax.lax.scan(lambda c, xs: (body(c, *xs), None), carry, (stack, numbers))[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from purelora import errors
-from purelora.models import rope
+from purelora.models import rope, storage
 
 # No model comes near these; a damaged file that does would be worked on for minutes.
 _MOST_LAYERS, _LARGEST_SIZE = 10_000, 2**24
@@ -27,6 +27,54 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in place of an MLP.
+
+    Attributes:
+      count: number of routed experts.
+      per_token: how many of them each token goes to.
+      intermediate_size: width of each.
+      is_normalised: whether a token's factors of its experts sum to 1.
+      files: how the family's files hold them, if there is no file to see it from; one of
+        `storage.CONVENTIONS`.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    is_normalised: bool = True
+    files: str = storage.NUMBERED
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """An input that each layer gets besides the activations, from the tokens and their embeddings.
+
+    Attributes:
+      size: width of a layer's input.
+      vocab_size: rows of the table that the tokens' part of it is in.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Layers whose parameters have other shapes than those of the model's other layers.
+
+    Attributes:
+      name: what the group is called in tree paths.
+      layers: their numbers, ascending.
+      changes: (name, value) of the fields of `Config` that are different for them.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    changes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Sizes and settings of one decoder; named as in Hugging Face's config.json where it has them.
 
@@ -37,6 +85,13 @@ class Config:
       norm_offset: what the stored weights of norms are less than their factors.
       attn_softcap, final_softcap: c in c·tanh(x / c) of the scores and of the logits; None: as is.
       embedding_scale: factor of the embeddings.
+      experts: the mixture of experts, if the layers have one.
+      layer_inputs: what the layers get besides the activations, if anything.
+      keys_are_values: whether values are keys that are normed and rotated otherwise.
+      shares_keys: whether keys and values are those of the last layer of the same kind that has
+        its own.
+      groups: of the layers, if they differ; together they hold every layer once.
+      prefix: what Hugging Face's names of the modules begin with.
     """
 
     hidden_size: int
@@ -57,6 +112,12 @@ class Config:
     attn_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
+    experts: Experts | None = None
+    layer_inputs: LayerInputs | None = None
+    keys_are_values: bool = False
+    shares_keys: bool = False
+    groups: tuple[Group, ...] = ()
+    prefix: str = "model"
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -173,6 +234,20 @@ class Reader:
         odd = f"makes heads of {head_dim}" if is_derived else "is odd"
         self.check(head_dim % 2 == 0, name, value, f"{odd}; rotary positions need pairs")
         return {**sizes, "head_dim": head_dim}
+
+    def experts(
+        self,
+        count: str,
+        width: str,
+        *,
+        per_token: str = "num_experts_per_tok",
+        is_normalised: bool = True,
+        files: str = storage.NUMBERED,
+    ) -> Experts:
+        """The mixture of experts; `count`, `width` and `per_token` name the fields."""
+        experts, chosen = self.size(count), self.size(per_token)
+        self.check(chosen <= experts, per_token, chosen, f"is more than {count} = {experts}")
+        return Experts(experts, chosen, self.size(width), is_normalised, files)
 
     def equal_layers(
         self, head_dim: int, window: int | None = None, *, absent_theta: float | None = None

@@ -1,4 +1,4 @@
-"""Rotary frequencies from a Hugging Face config: `default`, `linear`, `llama3` and `yarn`."""
+"""Rotary frequencies from a Hugging Face config; `_FIELDS` has the types that are known."""
 
 import math
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ _FIELDS = {
         "original_max_position_embeddings",
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 # What yarn's fields mean where a file leaves them out; 0 stands for "not given".
 _YARN_OPTIONS = {
@@ -103,6 +104,8 @@ def made(scaling: Mapping[str, Any], theta: Any, head_dim: int, where: str) -> R
         raise errors.ModelError(
             f"{where}: rope_type", kind, "is not supported", f"supported: {', '.join(_FIELDS)}"
         )
+    if kind == "proportional":
+        return _proportional(scaling, theta, head_dim, where)
     if scaling.get("partial_rotary_factor", 1) != 1:
         value = scaling["partial_rotary_factor"]
         raise errors.ModelError(f"{where}: partial_rotary_factor", value, "is not supported", "")
@@ -180,6 +183,25 @@ def _llama3(
     ramp = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
     ramp = np.clip(ramp, 0, 1)
     return frequencies * (ramp + (1 - ramp) / factor)
+
+
+def _proportional(scaling: Mapping[str, Any], theta: float, head_dim: int, where: str) -> Rope:
+    """The first pairs of a head are rotated as if all were, the rest is left as it is.
+
+    What the format means by leaving them out: all pairs, and no slowing.
+    """
+    part, factor = (
+        1.0
+        if scaling.get(name) is None
+        else _number(scaling[name], f"{where}: rope scaling 'proportional': {name}")
+        for name in ("partial_rotary_factor", "factor")
+    )
+    if part > 1:
+        raise errors.ModelError(f"{where}: partial_rotary_factor", part, "is more than 1", "")
+    pairs = int(part * head_dim // 2)
+    frequencies = np.zeros(head_dim // 2)
+    frequencies[:pairs] = 1.0 / theta ** (np.arange(0, 2 * pairs, 2, dtype=np.float64) / head_dim)
+    return Rope(tuple((frequencies / factor).astype(np.float32).tolist()))
 
 
 def _yarn_options(scaling: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,407 @@
+"""Adapters on experts: here one for each matrix of all experts; otherwise in PEFT's files.
+
+    here        ….mlp.experts.gate_proj      lora_A [E, r, D]    lora_B [E, F, r]
+                ….mlp.experts.up_proj        lora_A [E, r, D]    lora_B [E, F, r]
+
+    PEFT        ….mlp.experts.gate_up_proj   lora_A [E R, D]     lora_B [2 F, R E]
+
+    PEFT, with transformers before version 5
+                ….mlp.experts.5.gate_proj    lora_A [r, D]       lora_B [F, r]
+
+Of a parameter's factors the expert is the slowest index of the rows of lora_A, and the fastest of
+the columns of lora_B. Several adapted parameters of one module are nested: the key of the last one
+is the module's own, and each one before it is a `base_layer` deeper.
+
+Two matrices with adapters of their own are one parameter with the sum of their ranks, whose lora_B
+is zero but for its two blocks: exactly the same update. The other way round, what has this form is
+taken apart, and any other adapter of the joined matrices becomes two that have the same lora_A.
+Files written here say how they were joined.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from purelora import errors, targets
+from purelora.io import peft_checks, peft_config
+
+Kinds = dict[str, np.ndarray]
+# PEFT's name of a parameter -> rank of each matrix in it, in order.
+Joined = Mapping[str, Mapping[str, int]]
+
+_AGAIN = "save or download the adapter again"
+_LEVEL = ".base_layer"
+# The parameters of a module of experts, in the order in which it declares them.
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {**targets.JOINED, "down_proj": ("down_proj",)}
+_NUMBERED = re.compile(
+    r"(?P<around>.+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>0|[1-9][0-9]*)\.(?P<matrix>\w+)"
+)
+
+
+class Found(NamedTuple):
+    """An adapter with the experts in another form.
+
+    Attributes:
+      config: its config, with ranks and alphas by the new names.
+      modules: its tensors by module and kind.
+      joined: how matrices are joined in its parameters.
+      problems: what is wrong with it.
+    """
+
+    config: peft_config.AdapterConfig
+    modules: peft_checks.Modules
+    joined: Joined
+    problems: tuple[errors.Problem, ...]
+
+
+def is_of_experts(kinds: Mapping[str, np.ndarray]) -> bool:
+    """Whether the tensors of a module, in the form that they have here, are of experts."""
+    return "lora_A" in kinds and kinds["lora_A"].ndim == 3
+
+
+def parameters(
+    configs: Iterable[peft_config.AdapterConfig], modules: peft_checks.Modules
+) -> dict[str, str]:
+    """The parameters of the adapted modules that PEFT has no modules for, by module."""
+    named = [config.target_parameters for config in configs]
+    return {
+        module: parameter
+        for module, kinds in modules.items()
+        if (parameter := targets.parameter_name(module)) and peft_checks.is_adapted(kinds)
+        and (is_of_experts(kinds) or any(targets.matches(own, parameter) for own in named))
+    }  # fmt: skip
+
+
+# ---- out of files ------------------------------------------------------------------------------
+
+
+class _Factors(NamedTuple):
+    """The adapter of one parameter or matrix: `[E, r, in]`, `[E, out, r]` and its alpha."""
+
+    a: np.ndarray
+    b: np.ndarray
+    alpha: float
+
+
+def of_file(
+    where: str, config: peft_config.AdapterConfig, modules: peft_checks.Modules, joined: Joined
+) -> Found:
+    """The form that experts have here, of modules as they are named in a file.
+
+    Args:
+      where: the file, for messages.
+      config: what its adapter_config.json says.
+      modules: its tensors; of nested parameters, the names end in `.base_layer`.
+      joined: how the file says that its matrices were joined; empty if it does not say.
+    """
+    problems: list[errors.Problem] = []
+    made: dict[str, _Factors] = {}
+    levels, numbered, rest = _sorted(modules)
+    found = [*(one for many in (levels, numbered) for one in many.values()), rest]
+    if sum(len(one) for one in found) < len(modules):
+        what = "has one module under an older and a newer name"
+        problems.append(errors.Problem(where, None, what, _AGAIN))
+    with errors.collected(problems):
+        for around, nested in levels.items():
+            made |= _of_parameters(where, config, around, nested, joined)
+    with errors.collected(problems):
+        for stack, experts in numbered.items():
+            if stack in made:
+                what = "has adapters on single experts and on all together"
+                raise errors.ModelError(f"{where}: {stack}", None, what, _AGAIN)
+            made[stack] = _of_numbered(where, config, modules, stack, experts)
+    if not made and rest.keys() == modules.keys():
+        return Found(config, modules, {}, tuple(problems))
+    ranks = {name: factors.a.shape[1] for name, factors in made.items()}
+    alphas = {name: factors.alpha for name, factors in made.items()}
+    for name in modules:
+        newer = targets.newer_name(name)
+        if newer != name and newer in rest and peft_checks.is_adapted(modules[name]):
+            ranks[newer], alphas[newer] = (
+                peft_config.rank(config, name), peft_config.alpha(config, name)
+            )  # fmt: skip
+    # Patterns that fit nothing stay, and are found wrong.
+    plain = [n for n in rest if n in modules and peft_checks.is_adapted(rest[n])]
+    gone = [n for n in modules if n not in rest] + list(map(targets.parameter_name, made))
+    saved = tuple(map(targets.newer_name, config.modules_to_save))
+    config = dataclasses.replace(
+        config,
+        rank_pattern=_patterns(config.rank_pattern, config.r, ranks, plain, gone),
+        alpha_pattern=_patterns(config.alpha_pattern, config.lora_alpha, alphas, plain, gone),
+        modules_to_save=saved,
+    )
+    tensors = {name: {"lora_A": f.a, "lora_B": f.b} for name, f in made.items()}
+    return Found(config, {**rest, **tensors}, {}, tuple(problems))
+
+
+def _sorted(
+    modules: peft_checks.Modules,
+) -> tuple[
+    dict[str, dict[int, Mapping[str, np.ndarray]]],
+    dict[str, dict[int, str]],
+    dict[str, Mapping[str, np.ndarray]],
+]:
+    """Adapters of parameters by module and level, names of single experts, and all the rest."""
+    levels: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
+    numbered: dict[str, dict[int, str]] = {}
+    rest: dict[str, Mapping[str, np.ndarray]] = {}
+    for name, kinds in modules.items():
+        bare, match = name.replace(_LEVEL, ""), _NUMBERED.fullmatch(name)
+        if match:
+            matrix = targets.OLDER_MATRICES.get(match["matrix"], match["matrix"])
+            stack = f"{match['around']}.mlp.experts.{matrix}"
+            numbered.setdefault(stack, {})[int(match["number"])] = name
+        elif bare.endswith(".experts") and not kinds.keys().isdisjoint(("lora_A", "lora_B")):
+            levels.setdefault(bare, {})[name.count(_LEVEL)] = kinds
+        else:
+            rest[targets.newer_name(name)] = kinds
+    return levels, numbered, rest
+
+
+def _patterns(
+    patterns: Mapping[str, Any],
+    default: Any,
+    own: Mapping[str, Any],
+    plain: list[str],
+    gone: list[str],
+) -> dict[str, Any]:
+    """Patterns with the values `own` of modules first; without what was only for names `gone`."""
+    kept = {
+        key: value
+        for key, value in patterns.items()
+        if any(targets.pattern_key([key], name) for name in plain)
+        or not any(targets.pattern_key([key], name) for name in gone)
+    }
+    differing = {
+        name: value
+        for name, value in own.items()
+        if targets.pattern_value(kept, name, default) != value
+    }
+    return differing | kept
+
+
+def _of_parameters(
+    where: str,
+    config: peft_config.AdapterConfig,
+    around: str,
+    nested: Mapping[int, Mapping[str, np.ndarray]],
+    joined: Joined,
+) -> dict[str, _Factors]:
+    """The matrices of one module of experts. Raises ModelError if they are not what is named."""
+    names = [f"{around}.{name}" for name in _PARAMETERS]
+    named = [name for name in names if targets.matches(config.target_parameters, name)]
+    if sorted(nested) != list(range(len(named))):
+        what = f"has adapters of {len(nested)} parameters, but target_parameters names "
+        what += f"{', '.join(named) or 'none'}"
+        raise errors.ModelError(f"{where}: {around}", None, what, _AGAIN)
+    found: dict[str, _Factors] = {}
+    for level, parameter in enumerate(reversed(named)):
+        r, alpha = peft_config.rank(config, parameter), peft_config.alpha(config, parameter)
+        a, b = _unflattened(f"{where}: {parameter}", nested[level], r)
+        matrices = _PARAMETERS[parameter.rpartition(".")[2]]
+        ranks = joined.get(parameter) or _ranks(matrices, b)
+        is_sound = sum(ranks.values()) == r or set(ranks.values()) == {r}
+        if not is_sound or not ranks.keys() <= set(matrices) or b.shape[1] % len(matrices):
+            what = f"has {b.shape[1]} rows and rank {r}, which are not those of {dict(ranks)}"
+            raise errors.ModelError(f"{where}: {parameter}", None, what, _AGAIN)
+        first, rows = 0, b.shape[1] // len(matrices)
+        for matrix, rank in ranks.items():
+            place = matrices.index(matrix) * rows
+            columns = slice(first, first + rank) if sum(ranks.values()) == r else slice(None)
+            first += rank
+            own_alpha = _alpha(config, alpha, r, rank)
+            b_own = b[:, place : place + rows, columns]
+            found[f"{around}.{matrix}"] = _Factors(a[:, columns], b_own, own_alpha)
+    return found
+
+
+def _unflattened(
+    where: str, kinds: Mapping[str, np.ndarray], r: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[E r, in]` and `[out, r E]` as `[E, r, in]` and `[E, out, r]`."""
+    if kinds.keys() != {"lora_A", "lora_B"}:
+        what = f"has {', '.join(sorted(kinds))}, where an adapter on experts has lora_A and lora_B"
+        raise errors.ModelError(where, None, what, _AGAIN)
+    a, b = kinds["lora_A"], kinds["lora_B"]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] % r:
+        what = f"has lora_A {list(a.shape)} and lora_B {list(b.shape)}, which hold no experts of "
+        raise errors.ModelError(where, None, f"{what}rank {r}", "correct r or rank_pattern")
+    experts = a.shape[0] // r
+    return (
+        a.reshape(experts, r, a.shape[1]),
+        b.reshape(b.shape[0], r, experts).transpose(2, 0, 1),
+    )
+
+
+def _ranks(matrices: tuple[str, ...], b: np.ndarray) -> dict[str, int]:
+    """The rank of each matrix of a parameter, by the blocks of its lora_B `[E, out, r]`."""
+    r, count = b.shape[2], len(matrices)
+    if count == 1 or r % count or b.shape[1] % count or not b.any():
+        return {matrix: r for matrix in matrices}
+    blocks = b.reshape(b.shape[0], count, -1, count, r // count)
+    outside = [(i, j) for i in range(count) for j in range(count) if i != j]
+    is_apart = not any(blocks[:, i, :, j].any() for i, j in outside)
+    own = r // count if is_apart else r
+    return {matrix: own for matrix in matrices}
+
+
+def _alpha(config: peft_config.AdapterConfig, alpha: float, r: int, new_r: int) -> float:
+    """The alpha that gives an adapter of another rank the same scaling."""
+    if r == new_r:
+        return alpha
+    return alpha * (math.sqrt(new_r / r) if config.use_rslora else new_r / r)
+
+
+def _of_numbered(
+    where: str,
+    config: peft_config.AdapterConfig,
+    modules: peft_checks.Modules,
+    stack: str,
+    experts: Mapping[int, str],
+) -> _Factors:
+    """The adapters of all experts, stacked. Raises ModelError unless all have the same."""
+    where = f"{where}: {stack}"
+    missing = next(number for number in range(len(experts) + 1) if number not in experts)
+    if missing < len(experts):
+        what = f"has no adapter on expert {missing}"
+        raise errors.ModelError(where, None, what, "adapt all experts of a layer, or none")
+    present = [experts[number] for number in range(len(experts))]
+    for name in present:
+        if modules[name].keys() != {"lora_A", "lora_B"}:
+            what = f"has {', '.join(sorted(modules[name]))} on expert {name}"
+            raise errors.ModelError(where, None, what, "merge the adapter into its base in PEFT")
+    settings = {(peft_config.rank(config, n), peft_config.alpha(config, n)) for n in present}
+    shapes = {tuple(array.shape for array in modules[n].values()) for n in present}
+    if len(settings) > 1 or len(shapes) > 1:
+        what = f"has experts of different ranks, alphas or sizes: {sorted(settings)}"
+        raise errors.ModelError(where, None, what, "merge the adapter into its base in PEFT")
+    ((_, alpha),) = settings
+    a, b = (np.stack([modules[name][kind] for name in present]) for kind in ("lora_A", "lora_B"))
+    return _Factors(a, b, alpha)
+
+
+# ---- into files --------------------------------------------------------------------------------
+
+
+def to_file(where: str, config: peft_config.AdapterConfig, modules: peft_checks.Modules) -> Found:
+    """The form that PEFT has for the experts, and the config that says so.
+
+    Raises:
+      ModelError: matrices that PEFT joins have different scalings.
+    """
+    experts: dict[str, dict[str, list[str]]] = {}
+    for name in (name for name, kinds in modules.items() if is_of_experts(kinds)):
+        parameter = targets.parameter_name(name)
+        around = parameter.rpartition(".")[0]
+        experts.setdefault(around, {}).setdefault(parameter, []).append(name)
+    if not experts:
+        return Found(config, modules, {}, ())
+    made: dict[str, Kinds] = {}
+    joined: dict[str, dict[str, int]] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for around, parameters in experts.items():
+        names = [f"{around}.{name}" for name in _PARAMETERS]
+        order = [name for name in reversed(names) if name in parameters]
+        for level, parameter in enumerate(order):
+            matrices = parameters[parameter]
+            kinds, joined[parameter] = _joined(parameter, matrices, modules)
+            made[around + level * _LEVEL] = kinds
+            ranks[parameter] = r = sum(joined[parameter].values())
+            alphas[parameter] = _common_alpha(where, config, matrices, r)
+    plain = [name for name, kinds in modules.items()
+             if peft_checks.is_adapted(kinds) and not is_of_experts(kinds)]  # fmt: skip
+    config = _without_experts(config, plain, list(ranks))
+    kept = {
+        key: {k: v for k, v in getattr(config, key).items()
+              if any(targets.pattern_key([k], name) for name in plain)}
+        for key in ("rank_pattern", "alpha_pattern")
+    }  # fmt: skip
+    config = dataclasses.replace(
+        config,
+        rank_pattern=_short(ranks, config.r, kept["rank_pattern"]),
+        alpha_pattern=_short(alphas, config.lora_alpha, kept["alpha_pattern"]),
+    )
+    rest = {name: kinds for name, kinds in modules.items() if not is_of_experts(kinds)}
+    return Found(config, {**rest, **made}, joined, ())
+
+
+def _joined(
+    parameter: str, names: list[str], modules: peft_checks.Modules
+) -> tuple[Kinds, dict[str, int]]:
+    """The matrices `names` of a parameter as one, flat; and the rank of each."""
+    matrices = _PARAMETERS[parameter.rpartition(".")[2]]
+    having = {m: modules[n] for m in matrices for n in names if n.rpartition(".")[2] == m}
+    ranks = {matrix: kinds["lora_A"].shape[1] for matrix, kinds in having.items()}
+    a = np.concatenate([kinds["lora_A"] for kinds in having.values()], axis=1)
+    experts, rows, _ = next(iter(having.values()))["lora_B"].shape
+    b = np.zeros((experts, rows * len(matrices), sum(ranks.values())), a.dtype)
+    first = 0
+    for matrix, kinds in having.items():
+        place = matrices.index(matrix) * rows
+        b[:, place : place + rows, first : first + ranks[matrix]] = kinds["lora_B"]
+        first += ranks[matrix]
+    flat_b = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+    return {"lora_A": a.reshape(-1, a.shape[2]), "lora_B": flat_b}, ranks
+
+
+def _common_alpha(where: str, config: peft_config.AdapterConfig, names: list[str], r: int) -> float:
+    """The alpha with which rank `r` has the scaling of all `names`."""
+    scalings = [peft_config.scaling(config, name) for name in names]
+    if not all(math.isclose(scaling, scalings[0], rel_tol=1e-9) for scaling in scalings):
+        what = f"have scalings {' and '.join(f'{s:g}' for s in scalings)}, and PEFT adapts them as "
+        raise errors.ModelError(f"{where}: {' and '.join(names)}", None, f"{what}one",
+                                "give them one alpha / r")  # fmt: skip
+    own = peft_config.rank(config, names[0])
+    return _alpha(config, peft_config.alpha(config, names[0]), own, r)
+
+
+def _without_experts(
+    config: peft_config.AdapterConfig, plain: list[str], parameters: list[str]
+) -> peft_config.AdapterConfig:
+    """The config that names modules which PEFT has too, and parameters.
+
+    Dropout on the inputs was for training only, and PEFT does not load it with parameters.
+    """
+    parameters = parameters + [targets.parameter_name(name) for name in plain]
+    entries = tuple(e for e in config.target_parameters
+                    if any(targets.matches([e], name) for name in parameters))  # fmt: skip
+    experts = parameters[: len(parameters) - len(plain)]
+    more = tuple(sorted(name for name in experts if not targets.matches(entries, name)))
+    modules = [n for n in plain if not targets.matches(entries, targets.parameter_name(n))]
+    config = dataclasses.replace(config, target_parameters=entries + more, lora_dropout=0.0)
+    if not isinstance(config.target_modules, str) and modules:
+        kept = tuple(e for e in config.target_modules
+                     if any(targets.matches([e], name) for name in modules))  # fmt: skip
+        if all(targets.matches(kept, name) for name in modules):
+            return dataclasses.replace(config, target_modules=kept)
+    return dataclasses.replace(
+        config,
+        target_modules=tuple(sorted(modules)),
+        exclude_modules=(),
+        layers_to_transform=None,
+        layers_pattern=(),
+    )
+
+
+def _short(own: Mapping[str, Any], default: Any, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Patterns that give parameters their `own` values, before those that are `kept`."""
+    by_end: dict[str, dict[str, Any]] = {}
+    for name, value in own.items():
+        by_end.setdefault(".".join(name.split(".")[-2:]), {})[name] = value
+    made: dict[str, Any] = {}
+    for end, values in by_end.items():
+        one = len(set(values.values())) == 1
+        chosen: Iterator[tuple[str, Any]] = iter(
+            [(end, next(iter(values.values())))] if one else values.items()
+        )
+        made |= {
+            key: value
+            for key, value in chosen
+            if any(targets.pattern_value(kept, name, default) != value for name in values)
+        }
+    return made | dict(kept)

@@ -1,0 +1,109 @@
+"""Layers with a cache, for generation: `decoder.hidden` for a few tokens after those before."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from purelora import tree as trees
+from purelora.models import attention, blocks, decoder, layer_inputs, layers, scan, sharing, stacks
+from purelora.models.reading import Config
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, `[L, B, K, S, H]` each; slot s holds position s."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+Caches = tuple[Cache, ...]  # One for each stack whose layers have keys of their own, in order.
+
+
+def empty(cfg: Config, rows: int, length: int, dtype: Any) -> Caches:
+    """Caches of `length` slots for each of `rows` rows."""
+
+    def of_stack(own: Config) -> Cache:
+        shape = (own.num_hidden_layers, rows, own.num_key_value_heads, length, own.head_dim)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return tuple(of_stack(stack.cfg) for stack in stacks.of(cfg) if not stack.cfg.shares_keys)
+
+
+def hidden(
+    family: decoder.Family,
+    cfg: Config,
+    bound: trees.Tree,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    caches: Caches,
+    *,
+    dtype: Any,
+) -> tuple[jax.Array, Caches]:
+    """`decoder.hidden` with caches: reads them, and writes the slots at `positions_BT`."""
+    length = caches[0].k.shape[3]
+    masks = {k: layers.cache_mask(positions_BT, length, k.window) for k in cfg.kinds}
+    angles, groups = decoder.angles_of(cfg, positions_BT), stacks.of(cfg)
+    owners = [number for number, stack in enumerate(groups) if not stack.cfg.shares_keys]
+
+    def body(
+        carry: tuple[jax.Array, Caches], layer: scan.Layer, kind: scan.Kind, number: int
+    ) -> tuple[tuple[jax.Array, Caches], None]:
+        (x_BTD, caches), own = carry, groups[number].cfg
+        owner, index = number, layer.position
+        if own.shares_keys:
+            owner, last = sharing.owner(groups, own.kinds[0])
+            index = jnp.int32(last)
+        place = owners.index(owner)
+        context = blocks.Context(
+            rotate=functools.partial(layers.rope, angles=decoder.of_kind(own, kind, angles)),
+            mix=functools.partial(
+                _mix,
+                cache=caches[place],
+                index=index,
+                positions_BT=positions_BT,
+                mask_BTS=decoder.of_kind(own, kind, masks),
+                cfg=own,
+            ),
+            is_token_BT=jnp.ones_like(positions_BT, bool),
+            input_BTP=layer.given,
+        )
+        out = family.block(x_BTD, layer.bound, context, own, None)
+        return (out.x_BTD, (*caches[:place], out.mixed, *caches[place + 1 :])), None
+
+    x_BTD = decoder.embedded(tokens_BT, bound, cfg, dtype)
+    given = layer_inputs.of_all_layers(tokens_BT, x_BTD, bound, cfg, None)
+    own_stacks = decoder.bound_stacks(bound, groups)
+    # Carried, a cache is written in place; scanned over, all of it would be copied each token.
+    (x_BTD, caches), _ = scan.run(body, (x_BTD, caches), groups, own_stacks, given=given, scan=True)
+    return blocks.normed(x_BTD, bound["norm"], cfg), caches
+
+
+def _mix(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array | None,
+    v_BTKH: jax.Array | None,
+    *,
+    cache: Cache,
+    index: jax.Array,
+    positions_BT: jax.Array,
+    mask_BTS: jax.Array,
+    cfg: Config,
+) -> tuple[jax.Array, Cache]:
+    """Attention over a layer's part of a cache, into which its own keys and values go before."""
+    if k_BTKH is not None and v_BTKH is not None:
+        rows = jnp.arange(positions_BT.shape[0])[:, None]
+        cache = Cache(
+            cache.k.at[index, rows, :, positions_BT].set(k_BTKH),
+            cache.v.at[index, rows, :, positions_BT].set(v_BTKH),
+        )
+    out_BTNH = attention.cached_attention(
+        q_BTNH,
+        cache.k[index],
+        cache.v[index],
+        mask_BTS,
+        cfg.attention_scale,
+        softcap=cfg.attn_softcap,
+    )
+    return out_BTNH, cache

@@ -1,0 +1,137 @@
+"""Reads a config.json of Gemma 4."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from purelora.models import blocks, multimodal, reading, storage
+
+# What the format may state of single layers, and what of it is known.
+_OWN_FIELDS = ("head_dim", "num_key_value_heads")
+_PATTERN = 6
+_ROPES = "rope_parameters"
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
+    """Reads a config.json.
+
+    What the format defines where it is left out: the head is the embedding; no biases, soft cap,
+    experts, shared keys, values of keys or wider MLPs; and the order of the layers, of which the
+    last always sees everything. The heads of the layers that see everything must be there, as
+    `global_head_dim` or in `per_layer_config`.
+
+    Raises:
+      ModelError: a missing or wrong field; all of them in one error.
+    """
+    text = multimodal.text_of(config, where, {})
+    reader = reading.Reader(text.fields, text.where)
+    heads = reader.heads(has_head_dim=True)
+    types = _layer_types(reader)
+    # With "vision" the tokens of text see what is before them.
+    if reader.fields.get("use_bidirectional_attention") != "vision":
+        reader.unused(use_bidirectional_attention=None)
+    full = _full_heads(reader, types, heads)
+    kinds = {
+        reading.FULL: reading.Kind(reader.nested_rope(reading.FULL, _ROPES, full["head_dim"])),
+        reading.SLIDING: reading.Kind(
+            reader.nested_rope(reading.SLIDING, _ROPES, heads["head_dim"]),
+            reader.size("sliding_window"),
+        ),
+    }
+    has_softcap = reader.fields.get("final_logit_softcapping") is not None
+    return reader.config(
+        **heads,
+        hidden_act=reader.choice("hidden_activation", "gelu_pytorch_tanh"),
+        attention_bias=blocks.ATTENTION if reader.flag("attention_bias") else (),
+        attention_scale=1.0,
+        final_softcap=reader.positive("final_logit_softcapping") if has_softcap else None,
+        embedding_scale=math.sqrt(reader.size("hidden_size")),
+        layer_kinds=tuple(kinds[name] for name in types),
+        layer_inputs=_layer_inputs(reader),
+        experts=_experts(reader),
+        groups=_groups(reader, types, full),
+        prefix=text.prefix,
+        is_tied=True,
+    )
+
+
+def _layer_types(reader: reading.Reader) -> list[str]:
+    count = reader.size("num_hidden_layers")
+    absent = [reading.SLIDING if (i + 1) % _PATTERN else reading.FULL for i in range(count)]
+    return [*reader.layer_types(absent)[:-1], reading.FULL]
+
+
+def _full_heads(
+    reader: reading.Reader, types: Sequence[str], heads: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields in which the layers that see everything differ."""
+    keys_are_values = reader.flag("attention_k_eq_v")
+    listed = reader.fields.get("per_layer_config")
+    if listed is not None:
+        own = _one_of_all(reader, listed, types)
+    else:
+        own = {"head_dim": reader.size("global_head_dim")}
+        if keys_are_values and reader.fields.get("num_global_key_value_heads") is not None:
+            own["num_key_value_heads"] = reader.fields["num_global_key_value_heads"]
+    mine = reading.Reader({**reader.fields, **own}, f"{reader.where}: layers that see everything")
+    found = mine.heads(has_head_dim=True)
+    reader.problems += [p for p in mine.problems if p not in reader.problems]
+    return {name: found[name] for name in _OWN_FIELDS} | {"keys_are_values": keys_are_values}
+
+
+def _one_of_all(reader: reading.Reader, listed: Any, types: Sequence[str]) -> dict[str, Any]:
+    """What `per_layer_config` says of every layer that sees everything, and of no other."""
+    full = [str(i) for i, name in enumerate(types) if name == reading.FULL]
+    what = f"is not the same for the layers {', '.join(full)}, and for them alone"
+    is_known = isinstance(listed, Mapping) and all(isinstance(v, Mapping) for v in listed.values())
+    entries = [dict(entry) for entry in listed.values()] if is_known else []
+    alike = bool(entries) and all(entry == entries[0] for entry in entries)
+    good = is_known and alike and sorted(listed) == sorted(full)
+    reader.check(good, "per_layer_config", listed, what)
+    if not good:
+        return {}
+    unknown = [name for name in entries[0] if name not in _OWN_FIELDS]
+    reader.check(not unknown, "per_layer_config", unknown, "is not supported by this family")
+    return entries[0]
+
+
+def _layer_inputs(reader: reading.Reader) -> reading.LayerInputs | None:
+    size = reader.size("hidden_size_per_layer_input", least=0)
+    if not size:
+        return None
+    rows, tokens = reader.size("vocab_size_per_layer_input"), reader.size("vocab_size")
+    what = f"is less than vocab_size = {tokens}"
+    reader.check(rows >= tokens, "vocab_size_per_layer_input", rows, what)
+    return reading.LayerInputs(size, rows)
+
+
+def _experts(reader: reading.Reader) -> reading.Experts | None:
+    if not reader.flag("enable_moe_block"):
+        return None
+    return reader.experts(
+        "num_experts", "moe_intermediate_size", per_token="top_k_experts", files=storage.FUSED
+    )
+
+
+def _groups(
+    reader: reading.Reader, types: Sequence[str], full: Mapping[str, Any]
+) -> tuple[reading.Group, ...]:
+    """Layers by what they see and whether they share keys and values."""
+    shared = reader.size("num_kv_shared_layers", absent=0, least=0)
+    first = max(len(types) - shared, 0)
+    lacking = sorted(set(types) - set(types[:first]))
+    what = f"leaves no {' and no '.join(lacking)} layer with keys and values of its own"
+    reader.check(not lacking, "num_kv_shared_layers", shared, what)
+    wide = 2 if reader.flag("use_double_wide_mlp") else 1
+    sharing = {
+        "shares_keys": True, "intermediate_size": wide * reader.size("intermediate_size"),
+    }  # fmt: skip
+    found = []
+    for name, kind, own in (("sliding", reading.SLIDING, {}), ("full", reading.FULL, full)):
+        for suffix, more, numbers in (
+            ("", {}, range(first)), ("_shared", sharing, range(first, len(types))),
+        ):  # fmt: skip
+            chosen = tuple(i for i in numbers if types[i] == kind)
+            changes = tuple({**own, **more}.items())
+            found += [reading.Group(name + suffix, chosen, changes)] if chosen else []
+    return tuple(found)

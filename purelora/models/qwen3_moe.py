@@ -1,0 +1,57 @@
+"""Qwen3-MoE: Qwen3's layers with a mixture of many small experts in place of the MLP.
+
+Some layers may have a plain MLP: those of `mlp_only_layers`, and with a `decoder_sparse_step` of n
+all but each n-th.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from purelora.models import blocks, qwen2, reading
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+
+layer_infos = functools.partial(blocks.pre_norm_infos, qk_norm=True)
+block = blocks.pre_norm
+_COUNTS = "num_experts", "num_local_experts"
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
+    """Reads a config.json; what may be left out is as in Qwen3, and the layers with a plain MLP.
+
+    Raises:
+      ModelError: a missing or wrong field; all of them in one error.
+    """
+    reader = reading.Reader(config, where)
+    heads = reader.heads(has_head_dim=True)
+    reader.stated("norm_topk_prob")
+    # Newer versions of transformers write the other name.
+    count = next((name for name in _COUNTS if name in config), _COUNTS[0])
+    experts = reader.experts(
+        count, "moe_intermediate_size", is_normalised=reader.flag("norm_topk_prob")
+    )
+    dense = _dense_layers(reader)
+    sparse = tuple(i for i in range(reader.size("num_hidden_layers")) if i not in dense)
+    mixed = (
+        reading.Group("dense", dense, (("experts", None),)),
+        reading.Group("sparse", sparse),
+    )
+    return reader.config(
+        **heads,
+        hidden_act=reader.choice("hidden_act", "silu"),
+        attention_bias=blocks.ATTENTION if reader.flag("attention_bias") else (),
+        layer_kinds=qwen2.layer_kinds(reader, heads["head_dim"]),
+        experts=experts if sparse else None,
+        groups=mixed if dense and sparse else (),
+    )
+
+
+def _dense_layers(reader: reading.Reader) -> tuple[int, ...]:
+    count, step = reader.size("num_hidden_layers"), reader.size("decoder_sparse_step", absent=1)
+    named = reader.fields.get("mlp_only_layers") or []
+    is_list = isinstance(named, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count for i in named
+    )
+    reader.check(is_list, "mlp_only_layers", named, f"is not a list of layers below {count}")
+    return tuple(i for i in range(count) if (i + 1) % step or (is_list and i in named))

@@ -1,0 +1,194 @@
+"""Running through the layers of a model, scanned or unrolled."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purelora import params
+from purelora import tree as trees
+from purelora.models import stacks as stack_lib
+from purelora.models.stacks import Run, Stack
+
+# What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
+# matmuls and of attention, and gathered weights where that is asked for. Norms, rotations and
+# activations are recomputed from them, which costs nothing that can be measured and halves the
+# memory.
+SAVED_NAMES = (
+    "attention_query", "attention_key", "attention_value", "attention_out", "attention_lse",
+    "after_attention", "attention_added", "mlp_gate", "mlp_up", "mlp_added", "lora_xa", "gathered",
+)  # fmt: skip
+
+Kind = int | jax.Array
+
+
+class Layer(NamedTuple):
+    """What tells a layer from the others of its stack; traced, while the stack is scanned.
+
+    Attributes:
+      frozen: frozen weights of the whole stack, by module path. A slice of them that is taken
+        outside of what is rematerialised would be saved for the backward pass.
+      own: the rest of its parameters; all of them if `frozen` is empty.
+      position: of the layer in its stack.
+      number: of the layer in the model.
+      given: what it gets besides.
+    """
+
+    frozen: dict[str, Any]
+    own: trees.Tree
+    position: jax.Array
+    number: jax.Array
+    given: Any
+
+    @property
+    def bound(self) -> trees.Tree:
+        """Its parameters."""
+        return params.with_weights(self.own, self.frozen, self.position)
+
+
+# (carry, layer, number of the layer's kind in its stack, number of the stack) -> (carry, y)
+Body = Callable[[Any, Layer, Kind, int], tuple[Any, Any]]
+_OfStacks = Sequence[Any]
+
+
+def of_kind(kind: Kind, options: Sequence[Any]) -> Any:
+    """The option (a pytree) of a layer's kind, a number; traced, it selects among arrays."""
+    if isinstance(kind, int):
+        return options[kind]
+    return jax.tree.map(lambda *arrays: jax.lax.select_n(kind, *arrays), *options)
+
+
+def rematted(body: Body, *, scan: bool, remat: bool) -> Body:
+    """`body`, recomputed in the backward pass; without `remat`, only what is cheap in it is."""
+    policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+
+    def run(carry: Any, layer: Layer, kind: Kind, stack: int) -> tuple[Any, Any]:
+        # An int stays one, and is not traced.
+        static = (2, 3) if isinstance(kind, int) else (3,)
+        # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
+        once = jax.checkpoint(body, prevent_cse=not scan, policy=policy, static_argnums=static)
+        out: tuple[Any, Any] = once(carry, layer, kind, stack)
+        return out
+
+    return run
+
+
+def run(
+    body: Body,
+    carry: Any,
+    stacks: Sequence[Stack],
+    bound: Sequence[trees.Tree],
+    *,
+    given: Any = None,
+    scan: bool,
+) -> tuple[Any, Any]:
+    """Runs `carry, y = body(carry, layer, kind, stack)` through all layers of a model.
+
+    Layers of different kinds in one stack share one compiled body, in which the kind is a traced
+    number; where a stack has one kind, or nothing is scanned, it is an int.
+
+    Args:
+      body: one layer of a stack. What it closes over must not depend on the layer.
+      carry: what goes from layer to layer.
+      stacks: the stacks.
+      bound: parameters of each, with a leading layer axis.
+      given: pytree of what the layers get besides, stacked over all layers of the model.
+      scan: one compiled body for what repeats, or every layer compiled by itself.
+
+    Returns:
+      The last carry; and the y of all layers that give one, stacked in the order of the layers.
+    """
+    if not scan:
+        return _unrolled(body, carry, stacks, bound, given)
+    split = [params.split_weights(tree) for tree in bound]
+
+    def one(carry: Any, xs: Any, stack: int) -> tuple[Any, Any]:
+        own, position, number, kind, more = xs
+        kinds = stacks[stack].cfg.kind_numbers
+        kind = kind if len(set(kinds)) > 1 else kinds[0]
+        return body(carry, Layer(split[stack][0], own, position, number, more), kind, stack)
+
+    def leading(stack: Stack, own: trees.Tree) -> Any:
+        ints = (range(len(stack.layers)), stack.layers, stack.cfg.kind_numbers)
+        is_all = len(stacks) == 1
+        more = given if is_all else jax.tree.map(lambda a: a[np.asarray(stack.layers)], given)
+        return own, *(jnp.asarray(numbers, jnp.int32) for numbers in ints), more
+
+    xs = [leading(stack, own) for stack, (_, own) in zip(stacks, split, strict=True)]
+    runs = stack_lib.runs(stack_lib.numbers(stacks))
+    carry, ys = _scanned(one, runs, carry, dict(enumerate(xs)))
+    return carry, _in_order([ys[n] for n in range(len(stacks))], stacks)
+
+
+def _unrolled(
+    body: Body, carry: Any, stacks: Sequence[Stack], bound: Sequence[trees.Tree], given: Any
+) -> tuple[Any, Any]:
+    ys = []
+    places = [iter(range(len(stack.layers))) for stack in stacks]
+    for number, stack in enumerate(stack_lib.numbers(stacks)):
+        position = next(places[stack])
+        own, more = params.layer(bound[stack], position), params.layer(given, number)
+        layer = Layer({}, own, jnp.int32(position), jnp.int32(number), more)
+        carry, y = body(carry, layer, stacks[stack].cfg.kind_numbers[position], stack)
+        ys += [] if y is None else [y]
+    return carry, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *ys) if ys else None
+
+
+def _scanned(
+    one: Callable[..., tuple[Any, Any]],
+    runs: Sequence[Run],
+    carry: Any,
+    xs: dict[int, Any],
+) -> tuple[Any, dict[int, Any]]:
+    """Goes through runs; `xs` and the y that are returned are stacked over the layers of each.
+
+    A run of one layer is a scan too: what it slices off by itself would be saved for the backward
+    pass, and XLA makes no loop of it.
+    """
+    used = dict.fromkeys(xs, 0)
+    ys: dict[int, list[Any]] = {stack: [] for stack in xs}
+    for run in runs:
+        counts, parts = stack_lib.counts(run), {}
+        for stack, each in counts.items():
+            parts[stack] = _part(xs[stack], used[stack], run.times * each)
+            used[stack] += run.times * each
+        if isinstance(run.body, int):
+            body = functools.partial(one, stack=run.body)
+            carry, y = jax.lax.scan(body, carry, parts[run.body])
+            ys[run.body].append(y)
+            continue
+        nested = functools.partial(_scanned, one, run.body)
+        carry, of_run = jax.lax.scan(nested, carry, jax.tree.map(_fold(run.times), parts))
+        for stack, y in of_run.items():
+            ys[stack].append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), y))
+    joined = {
+        stack: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
+        for stack, found in ys.items()
+    }
+    return carry, joined
+
+
+def _fold(count: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda a: a.reshape(count, -1, *a.shape[1:])
+
+
+def _part(xs: Any, start: int, count: int) -> Any:
+    """`count` layers from `start` on; all of a stack is no copy."""
+
+    def cut(array: jax.Array) -> jax.Array:
+        is_all = array.shape[0] == count
+        return array if is_all else jax.lax.slice_in_dim(array, start, start + count)
+
+    return jax.tree.map(cut, xs)
+
+
+def _in_order(ys: _OfStacks, stacks: Sequence[Stack]) -> Any:
+    """What the layers of several stacks give, in the order of the layers."""
+    having = [n for n, y in enumerate(ys) if jax.tree.leaves(y)]
+    if len(having) < 2:
+        return ys[having[0]] if having else None
+    order = np.argsort([layer for n in having for layer in stacks[n].layers])
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[order], *(ys[n] for n in having))

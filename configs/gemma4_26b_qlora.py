@@ -15,16 +15,11 @@ The same with random weights of a small shape, in a minute without the model:
     python -m purelora.train --config=configs/gemma4_26b_qlora.py:small
 """
 
-from configs import llama3_1_8b_qlora, variants
+from configs import mixtral_8x7b_qlora, variants
 
 
 def get_config(variant="full"):
-    c = llama3_1_8b_qlora.get_config()
+    c = mixtral_8x7b_qlora.get_config()
     c.workdir = "runs/gemma4_26b_qlora"
     c.model.path = "google/gemma-4-26B-A4B-it"
-    c.batch_size = 64
-    c.mesh.fsdp = 2
-    c.mesh.expert = 4
-    c.lora.r = 8
-    c.lora.lora_alpha = 16.0
     return variants.chosen(c, variant, "gemma4_26b.json")

@@ -20,7 +20,7 @@ def chosen(c: config_dict.ConfigDict, variant: str, shape: str) -> config_dict.C
     c.workdir += "_small"
     c.model.path = f"random:{SHAPES / 'small' / shape}"
     c.epochs, c.steps = None, 4
-    c.batch_size, c.accum_steps, c.max_length = 8, 2, 128
+    c.batch_size, c.accum_steps, c.max_length = 16, 2, 128
     c.mesh.data, c.mesh.fsdp, c.mesh.expert, c.mesh.tensor = 1, None, 1, 1
     c.data.eval_fraction, c.data.too_long = 0.02, "truncate"
     c.optim.warmup_steps = 1

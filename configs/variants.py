@@ -24,4 +24,6 @@ def chosen(c: config_dict.ConfigDict, variant: str, shape: str) -> config_dict.C
     c.mesh.data, c.mesh.fsdp, c.mesh.expert, c.mesh.tensor = 1, None, 1, 1
     c.data.eval_fraction, c.data.too_long = 0.02, "truncate"
     c.optim.warmup_steps = 1
+    if c.quant.tile_size is not None:
+        c.quant.tile_size = 16  # Tiles of 128 inputs that eight devices can share.
     return c

@@ -79,13 +79,14 @@ def _within(outer: slice, inner: slice) -> slice:
 
 
 def hull(box: Box) -> Box:
-    """The box with what it leaves out between its first and last elements."""
-    return tuple(slice(one.start, one.stop) for one in box)
+    """The box with what it leaves out: whole turns of what alternates, which lie side by side."""
+    steps = [(one, one.step or 1) for one in box]
+    return tuple(slice(one.start // n * n, -(-one.stop // n) * n) for one, n in steps)
 
 
 def steps(box: Box) -> Box:
     """What of its hull a box takes."""
-    return tuple(slice(None, None, one.step) for one in box)
+    return tuple(slice(one.start % one.step if one.step else None, None, one.step) for one in box)
 
 
 @dataclasses.dataclass(frozen=True)

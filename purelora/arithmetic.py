@@ -87,7 +87,7 @@ def summed(adapters: Sequence[peft.Adapter], weights: Sequence[float]) -> peft.A
     """
     _check_linear(adapters)
     prints = {a.base_fingerprint for a in adapters}
-    if len(prints - {None}) > 1:
+    if len(prints - {None}) > 1 or len({a.interleaved for a in adapters}) > 1:
         paths = ", ".join(a.path for a in adapters)
         raise errors.ModelError(paths, None, "belong to different bases", "give those of one base")
     having = {
@@ -226,4 +226,5 @@ def _of_factors(
         alpha_pattern={name: float(rank) for name, rank in own.items()},
         base_model_name_or_path=like[0].config.base_model_name_or_path,
     )
-    return peft.Adapter(like[0].path, config, modules, fingerprint)
+    interleaved = like[0].interleaved
+    return peft.Adapter(like[0].path, config, modules, fingerprint, interleaved=interleaved)

@@ -211,7 +211,10 @@ def _opened(options: Options) -> tuple[builtin.Model, list[peft.Adapter]]:
     path = adapters[0].config.base_model_name_or_path
     if path is None:
         raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
-    return run_model.open_model(path, hf_folder=options.hf_folder), adapters
+    opened = run_model.open_model(path, hf_folder=options.hf_folder)
+    # Only the base says how the experts lie in an adapter of PEFT's.
+    base = opened.source.config
+    return opened, [artefact.open_adapter(path, base) for path in options.adapter]
 
 
 def check_copies(base: source.Source, attached: artefact.Attached) -> None:

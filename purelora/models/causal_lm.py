@@ -107,6 +107,11 @@ class CausalLM:
         """The family's own way to hold a mixture of experts in files."""
         return storage.NUMBERED if self.config.experts is None else self.config.experts.files
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether in files the matrices of an expert that are one tensor alternate."""
+        return storage.CONVENTIONS[self._convention].is_interleaved
+
     def layout_of(self, held: Collection[str]) -> storage.Layout:
         """The tensors that a file must have which holds the tensors `held`."""
         return max(

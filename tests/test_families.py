@@ -108,7 +108,7 @@ def test_what_lies_outside_of_the_window_is_not_seen(name):
 @pytest.mark.parametrize(
     "name",
     [*some("mistral", "qwen2", "gemma4"), "qwen3", "gemma2", "gemma3", "gemma4 with shared keys",
-     "gpt_oss"],
+     *some("gpt_oss")],
 )  # fmt: skip
 def test_cache_is_the_whole_sequence(name):
     """Prefill and token by token, in rows of different lengths."""
@@ -229,7 +229,7 @@ def test_names_in_files(name):
 @pytest.mark.parametrize(
     "name",
     [*some("mistral", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "gemma4"), "gemma3",
-     *some("gemma4 with shared keys", "gemma4 with experts"), "gpt_oss"],
+     *some("gemma4 with shared keys", "gemma4 with experts", "gpt_oss")],
 )  # fmt: skip
 def test_folders_in_and_out(name, tmp_path, capsys):
     """A base and an adapter from files; the adapter again bit for bit; merged, what it computes."""

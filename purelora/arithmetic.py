@@ -87,9 +87,13 @@ def summed(adapters: Sequence[peft.Adapter], weights: Sequence[float]) -> peft.A
     """
     _check_linear(adapters)
     prints = {a.base_fingerprint for a in adapters}
-    if len(prints - {None}) > 1 or len({a.interleaved for a in adapters}) > 1:
+    if len(prints - {None}) > 1:
         paths = ", ".join(a.path for a in adapters)
         raise errors.ModelError(paths, None, "belong to different bases", "give those of one base")
+    if len({adapter.interleaved for adapter in adapters}) > 1:
+        paths = ", ".join(a.path for a in adapters)
+        what = "hold the rows of experts in different orders, as far as their files say"
+        raise errors.ModelError(paths, None, what, "merge them into their base instead")
     having = {
         name: [(a, w) for a, w in zip(adapters, weights, strict=True) if name in a.modules]
         for name in dict.fromkeys(name for adapter in adapters for name in adapter.modules)

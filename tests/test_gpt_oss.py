@@ -81,7 +81,7 @@ def test_rows_of_a_parameter_alternate(tmp_path):
     np.testing.assert_allclose(2 * up[0], delta[..., 1::2], rtol=0, atol=1e-5)
     with pytest.raises(errors.ModelError, match="of a model with other files than this base's"):
         artefact.attach(unknowing, m, base_fingerprint=None)
-    with pytest.raises(errors.ModelError, match="belong to different bases"):
+    with pytest.raises(errors.ModelError, match="the rows of experts in different orders"):
         arithmetic.summed([adapter, unknowing], [1, 1])
 
 

@@ -315,8 +315,8 @@ def _biases(
         raise errors.ConfigError("lora.bias", settings.bias, what, remedy)
     if settings.bias == "lora_only":
         # As in PEFT, which adapts parameters of the experts, and those have no biases.
-        adapted = targets.keys() - {path.rpartition(".")[0] for path in experts}
-        biases = [path for path in biases if path.rpartition(".")[0] in adapted]
+        own = targets.keys() - {path.rpartition(".")[0] for path in experts}
+        biases = [path for path in biases if path.rpartition(".")[0] in own]
     if not biases:
         where = "adapted module" if settings.bias == "lora_only" else "module of this model"
         raise errors.ConfigError("lora.bias", settings.bias, f"no {where} has a bias", "use 'none'")

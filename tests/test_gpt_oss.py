@@ -85,6 +85,19 @@ def test_rows_of_a_parameter_alternate(tmp_path):
         arithmetic.summed([adapter, unknowing], [1, 1])
 
 
+def test_adapters_of_single_experts_have_no_such_order(tmp_path):
+    key, tensors = "base_model.model.model.layers.0.mlp.experts", {}
+    for expert in range(E):
+        tensors[f"{key}.{expert}.up_proj.lora_A.weight"] = pf.draw(R, D, seed=expert)
+        tensors[f"{key}.{expert}.up_proj.lora_B.weight"] = pf.draw(F, R, seed=expert)
+    settings = {"peft_type": "LORA", "r": R, "lora_alpha": 6, "target_modules": ["up_proj"]}
+    path = pf.write_raw(tmp_path / "a", settings | {"layers_to_transform": [0]}, tensors)
+    adapter, m = artefact.open_adapter(path, config()), tiny.model("gpt_oss", **SIZES)
+    leaves = trees.flatten(artefact.attach(adapter, m, base_fingerprint=None).trainable)
+    found = np.asarray(leaves["layers.mlp.experts.up_proj.lora_b"])[0, 3].T
+    np.testing.assert_array_equal(found, tensors[f"{key}.3.up_proj.lora_B.weight"])
+
+
 def test_merged_into_the_base_that_the_adapter_names(base, tmp_path, capsys):
     """The columns of the joined tensor, and no other element of the folder."""
     path, delta = of_peft(tmp_path / "a", base)

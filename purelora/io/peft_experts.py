@@ -127,12 +127,9 @@ def of_file(
         return Found(config, modules, {}, tuple(problems))
     ranks = {name: factors.a.shape[1] for name, factors in made.items()}
     alphas = {name: factors.alpha for name, factors in made.items()}
-    for name in modules:
-        newer = targets.newer_name(name)
-        if newer != name and newer in rest and peft_checks.is_adapted(modules[name]):
-            ranks[newer], alphas[newer] = (
-                peft_config.rank(config, name), peft_config.alpha(config, name)
-            )  # fmt: skip
+    for newer, name in _renamed(modules, rest).items():
+        ranks[newer] = peft_config.rank(config, name)
+        alphas[newer] = peft_config.alpha(config, name)
     # Patterns that fit nothing stay, and are found wrong.
     plain = [n for n in rest if n in modules and peft_checks.is_adapted(rest[n])]
     gone = [n for n in modules if n not in rest] + list(map(targets.parameter_name, made))
@@ -169,6 +166,16 @@ def _sorted(
         else:
             rest[targets.newer_name(name)] = kinds
     return levels, numbered, rest
+
+
+def _renamed(modules: peft_checks.Modules, rest: Iterable[str]) -> dict[str, str]:
+    """The names in a file of adapted modules, no experts, that are called otherwise now."""
+    newer = {targets.newer_name(name): name for name in modules}
+    return {
+        new: name
+        for new, name in newer.items()
+        if new != name and new in rest and peft_checks.is_adapted(modules[name])
+    }
 
 
 def _patterns(

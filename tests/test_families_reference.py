@@ -210,7 +210,7 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
         assert len(adapted) == len(linear) - 1  # All but the head.
 
 
-@pytest.mark.parametrize("made", ["mixtral", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("made", ["mixtral", "qwen3_moe", "gpt_oss"], indirect=True)
 def test_load_balancing_loss_of_transformers(made):
     """Over all layers and rows together, of which one is padded; and the loss with it."""
     tokens = tiny.tokens(2, LENGTH + 1)

@@ -182,7 +182,7 @@ CASES = (
     Case("int8", 4, family="qwen3_moe", expert=2, fsdp=2, layers=2, router=AUX, sharded=True),
     Case(family="qwen3_moe", lora=False, expert=2, fsdp=2, tensor=2, accum=4, layers=2, router=AUX),
     # Biases of experts and sinks over all axes.
-    Case(family="gpt_oss", lora=False, model=OSS, expert=2, tensor=2, layers=2, router=AUX),
+    Case(family="gpt_oss", lora=False, model=OSS, expert=2, tensor=2, layers=1, router=AUX),
 )
 MORE_CASES = (
     Case(family="qwen3_moe", accum=4, layers=2, router=AUX, remat=True),
@@ -194,6 +194,7 @@ MORE_CASES = (
     Case(
         family="mixtral", lora=False, model=FOUR, expert=4, data=2, layers=2, router=AUX, remat=True
     ),
+    Case(family="gpt_oss", lora=False, model=OSS, expert=2, tensor=2, layers=2, router=AUX),
     Case("int8", family="gpt_oss", model=OSS, expert=2, fsdp=2, tensor=2, layers=2, accum=2),
     Case(
         family="gpt_oss", lora=False, model=OSS, fsdp=2, tensor=2, layers=2, router=AUX, remat=True,

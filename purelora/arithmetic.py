@@ -90,6 +90,10 @@ def summed(adapters: Sequence[peft.Adapter], weights: Sequence[float]) -> peft.A
     if len(prints - {None}) > 1:
         paths = ", ".join(a.path for a in adapters)
         raise errors.ModelError(paths, None, "belong to different bases", "give those of one base")
+    if len({adapter.interleaved for adapter in adapters}) > 1:
+        paths = ", ".join(a.path for a in adapters)
+        what = "hold the rows of experts in different orders, as far as their files say"
+        raise errors.ModelError(paths, None, what, "merge them into their base instead")
     having = {
         name: [(a, w) for a, w in zip(adapters, weights, strict=True) if name in a.modules]
         for name in dict.fromkeys(name for adapter in adapters for name in adapter.modules)
@@ -226,4 +230,5 @@ def _of_factors(
         alpha_pattern={name: float(rank) for name, rank in own.items()},
         base_model_name_or_path=like[0].config.base_model_name_or_path,
     )
-    return peft.Adapter(like[0].path, config, modules, fingerprint)
+    interleaved = like[0].interleaved
+    return peft.Adapter(like[0].path, config, modules, fingerprint, interleaved=interleaved)

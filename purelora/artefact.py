@@ -21,7 +21,7 @@ import numpy as np
 
 from purelora import checkpoint, config, errors, lora, placing, targets
 from purelora import tree as trees
-from purelora.io import maxtext, maxtext_adapter, peft, peft_checks, peft_config
+from purelora.io import maxtext, maxtext_adapter, peft, peft_checks, peft_config, peft_experts
 from purelora.models import causal_lm
 
 _FLOAT32 = np.finfo(np.float32)
@@ -49,6 +49,7 @@ def record(model: causal_lm.CausalLM, settings: config.LoraConfig, path: str) ->
         "full": full,
         "tokens": {model.modules[targets.EMBEDDING].names[0]: list(adaptation.token_ids)},
         "peft": dataclasses.asdict(adapter_config(model, settings, path)),
+        "interleaved": model.is_interleaved,
     }
 
 
@@ -156,7 +157,9 @@ def unrolled(
     settings = _config_of(known["peft"])
     if initial:
         settings = _doubled(settings)
-    return peft.Adapter(path, settings, modules, base_fingerprint)
+    # Runs of before there was such a model do not say it.
+    interleaved = known.get("interleaved", False)
+    return peft.Adapter(path, settings, modules, base_fingerprint, interleaved=interleaved)
 
 
 def _module_tensors(
@@ -231,7 +234,8 @@ def open_adapter(
 
     Args:
       path: the folder.
-      base: the config.json of its base, without which MaxText's cannot be understood.
+      base: the config.json of its base, without which MaxText's cannot be understood, nor PEFT's on
+        the experts of gpt-oss.
       lora_alpha: what a MaxText checkpoint that does not say it is taken to have.
 
     Raises:
@@ -242,7 +246,8 @@ def open_adapter(
     if not os.path.isdir(folder):
         raise errors.ModelError(path, None, "is not a folder", "give a run or a PEFT folder")
     if any((folder / name).exists() for name in (peft.CONFIG, peft.WEIGHTS)):
-        return peft.read(str(folder))
+        model = base and causal_lm.from_hf(base, "the base's config.json", dtype="float32")
+        return peft.read(str(folder), interleaved=model.is_interleaved if model else None)
     arrays = maxtext.find(str(folder))
     if arrays is not None and base is None:
         what = "is a MaxText checkpoint, whose adapters are nothing without their base"
@@ -370,6 +375,13 @@ def attach(
     names |= {n.rpartition(".")[0] for layer in model.hf_names.values() for n in layer}
     placed = peft.place(adapter, names)
     problems = [*_unfilled(placed, model), *_tied_problems(placed, model)]
+    joined = {name for names in targets.JOINED.values() for name in names}
+    if adapter.interleaved != model.is_interleaved and any(
+        peft_experts.is_of_experts(kinds) and name.rpartition(".")[2] in joined
+        for name, kinds in placed.modules.items()
+    ):
+        what = "was read or trained as the adapter of a model with other files than this base's"
+        problems.append(errors.Problem(placed.path, None, what, "use it with its own base"))
     rest = {name: dict(kinds) for name, kinds in placed.modules.items()}
     found = _Leaves(placed.path, {}, problems)
     adapted = _take_adapters(rest, placed.config, model, found)

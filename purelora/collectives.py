@@ -117,7 +117,7 @@ def shards(
     # The step gathers adapters, once before its loops.
     gathers = {p: Gather(dims) for p, dims in found.items() if any(dims) and not lora.is_adapter(p)}
     splits = _tensor_splits(flat, infos)
-    _check_splits(infos, splits)
+    _check_splits(flat, infos)
     parallels = {path: TensorParallel(split) for path, split in splits.items()}
     exchanges = {
         path.rpartition(".")[0]: ExpertParallel()
@@ -131,15 +131,14 @@ def shards(
 _JOINT_AXES = {"heads": "heads", "kv_heads": "heads", "mlp": "mlp"}
 
 
-def _check_splits(
-    infos: Mapping[str, info.ParamInfo], splits: Mapping[str, parallel.Splits]
-) -> None:
+def _check_splits(flat: Mapping[str, Any], infos: Mapping[str, info.ParamInfo]) -> None:
     joint: dict[tuple[str, str], dict[str, bool]] = {}
     for path, leaf in infos.items():
         module = path.rpartition(".")[0]
         names = {_JOINT_AXES[axis] for axis in leaf.axes if axis in _JOINT_AXES}
-        for name in names if leaf.is_matrix else ():
-            joint.setdefault((module.rpartition(".")[0], name), {})[module] = module in splits
+        is_split = path in flat and TENSOR in _arrays(flat[path])[0]
+        for name in names if path.endswith(".weight") else ():
+            joint.setdefault((module.rpartition(".")[0], name), {})[module] = is_split
     problems = []
     for modules in joint.values():
         whole = [module for module, is_split in modules.items() if not is_split]

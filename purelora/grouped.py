@@ -131,6 +131,16 @@ def _rows(array: jax.Array, numbers: jax.Array) -> jax.Array:
     return array.at[numbers].get(mode="fill", fill_value=0)
 
 
+def of_groups(values_GN: jax.Array, groups: Groups) -> jax.Array:
+    """The row of its group for each sorted row, `[R, N]` float32; zero in the padding.
+
+    Its gradient is summed up tile by tile, in float32.
+    """
+    values_N1N = values_GN.astype(jnp.float32)[groups.groups_N][:, None]
+    is_row = groups.sources_R.reshape(-1, groups.tile, 1) < groups.slots_A.shape[0]
+    return jnp.where(is_row, values_N1N, 0).reshape(-1, values_GN.shape[-1])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def frozen_dot(
     x_RK: jax.Array,

@@ -211,16 +211,19 @@ def _opened(options: Options) -> tuple[builtin.Model, list[peft.Adapter]]:
     path = adapters[0].config.base_model_name_or_path
     if path is None:
         raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
-    return run_model.open_model(path, hf_folder=options.hf_folder), adapters
+    opened = run_model.open_model(path, hf_folder=options.hf_folder)
+    # Only the base says how the experts lie in an adapter of PEFT's.
+    base = opened.source.config
+    return opened, [artefact.open_adapter(path, base) for path in options.adapter]
 
 
 def check_copies(base: source.Source, attached: artefact.Attached) -> None:
     """Raises ModelError if an adapter holds copies of the base's weights that differ from them."""
     own, layout = {}, attached.model.layout_of(base.shapes())
     for path in attached.base_weights:
-        values = base.read(layout.parts[path][0].tensor).array.astype(np.float32)
-        is_transposed = attached.model.flat_infos[path].is_transposed
-        own[path] = jnp.asarray(values.T if is_transposed else values)
+        part = layout.parts[path][0]
+        values = base.read(part.tensor).array.astype(np.float32)
+        own[path] = jnp.asarray(values.T if part.is_transposed else values)
     artefact.check_copies(attached, trees.unflatten(own))
 
 
@@ -401,11 +404,13 @@ class Merged:
             written = np.empty(stored.shape, self._form.dtype)
             for part in self._layout.contents[own]:
                 values = stored[part.box].astype(np.float32)
-                # A box has all dimensions of its tensor; an expert is a matrix.
-                matrix = values if part.expert is None else values.reshape(values.shape[-2:])
+                # A box has all dimensions of its tensor, that of all experts too.
+                kernel = self._base(part, values.reshape(part.shape))
                 called = part.name if name == own else _HEAD
-                made = self._merged(called, part.expert, self._base(part, matrix))
-                written[part.box] = made.reshape(values.shape)
+                # Adapters are of matrices `[out, in]`.
+                is_swapped = self._model.flat_infos[part.leaf].is_transposed != part.is_transposed
+                made = self._merged(called, part.expert, kernel.T if is_swapped else kernel)
+                written[part.box] = (made.T if is_swapped else made).reshape(values.shape)
             return written
 
         return load

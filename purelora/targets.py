@@ -26,6 +26,7 @@ JOINED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"
 # Mixtral's names of matrices before version 5 of transformers.
 OLDER_MATRICES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # Tree paths, the same in every family.
+_MODULES_OWN = (".weight", ".bias")  # What names of a module's leaves end in.
 TOKEN_ROWS = f"{EMBEDDING}.trainable_tokens"
 
 
@@ -280,6 +281,11 @@ def _full_leaves(
             what = "names no module of this model"
             problems.append(errors.Problem(
                 "lora.modules_to_save", entry, what, f"it has {', '.join(offer)}"))  # fmt: skip
+        bare = [leaves[path][0] for path in found if not leaves[path][0].endswith(_MODULES_OWN)]
+        for name in bare:
+            what = f"would train {name}, which is no weight of a module: no adapter holds it"
+            remedy = "name the modules in it, or train all weights with lora.enabled=False"
+            problems.append(errors.Problem("lora.modules_to_save", entry, what, remedy))
         for path in found:
             tied = is_tied and path == f"{EMBEDDING}.weight"
             if not tied and not all(_is_saved([entry], n) for n in known[path]):
@@ -289,20 +295,28 @@ def _full_leaves(
         chosen.update(dict.fromkeys(found))
     if problems:
         raise errors.ConfigError.of(problems)
-    chosen.update(dict.fromkeys(_biases(settings, leaves, targets)))
+    chosen.update(dict.fromkeys(_biases(settings, modules, leaves, targets)))
     return tuple(path for path in leaves if path in chosen)
 
 
 def _biases(
     settings: config.LoraConfig,
+    modules: Mapping[str, AdaptableModule],
     leaves: Mapping[str, Sequence[str]],
     targets: Mapping[str, Target],
 ) -> list[str]:
     if settings.bias == "none":
         return []
     biases = [path for path in leaves if path.endswith(".bias")]
+    experts = [p for p in biases if modules[p.rpartition(".")[0]].kind == "experts"]
+    if experts and settings.bias == "all":
+        what = f"would train {experts[0]}, and no adapter holds biases of experts"
+        remedy = "use 'none' or 'lora_only', or train all weights with lora.enabled=False"
+        raise errors.ConfigError("lora.bias", settings.bias, what, remedy)
     if settings.bias == "lora_only":
-        biases = [path for path in biases if path.rpartition(".")[0] in targets]
+        # As in PEFT, which adapts parameters of the experts, and those have no biases.
+        own = targets.keys() - {path.rpartition(".")[0] for path in experts}
+        biases = [path for path in biases if path.rpartition(".")[0] in own]
     if not biases:
         where = "adapted module" if settings.bias == "lora_only" else "module of this model"
         raise errors.ConfigError("lora.bias", settings.bias, f"no {where} has a bias", "use 'none'")

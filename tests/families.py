@@ -154,6 +154,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 20,
     },
+    # Experts in alternating columns, with biases; heads that are not all of the hidden size.
+    "gpt_oss": _SHARED | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 12,
+        "attention_bias": True,
+        "intermediate_size": 20,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.75,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+    },
     # Inputs of every layer; the last three layers have no keys, and wider MLPs.
     "gemma4 with shared keys": _GEMMA4 | {
         "num_hidden_layers": 6,

@@ -97,8 +97,8 @@ def _is_gemma(config: Mapping[str, Any]) -> bool:
     return config["architectures"][0].startswith("Gemma")
 
 
-def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, float]:
-    """Window, theta and scaling of positions of a layer."""
+def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, Any]:
+    """Window, theta and scaling of positions (of each pair, where they differ) of a layer."""
     window, theta = config.get("sliding_window"), config.get("rope_theta", 1e4)
     slowed = (config.get("rope_scaling") or {}).get("factor", 1.0)
     match config["architectures"][0]:
@@ -106,6 +106,8 @@ def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, flo
             return None, theta, slowed
         case "MistralForCausalLM" | "MixtralForCausalLM":
             return window, theta, slowed
+        case "GptOssForCausalLM":
+            return (None if index % 2 else window), theta, _yarn(config)
         case "Gemma2ForCausalLM":
             return (None if index % 2 else window), theta, slowed
         case "Gemma3ForCausalLM":
@@ -116,6 +118,17 @@ def _kind(config: Mapping[str, Any], index: int) -> tuple[int | None, float, flo
                 (None, theta, slowed) if is_full else (window, config["rope_local_base_freq"], 1.0)
             )
     raise AssertionError(config["architectures"])
+
+
+def _yarn(config: Mapping[str, Any]) -> np.ndarray:
+    """By how much each pair turns slower: not at all if it turns `beta_fast` times in the context
+    that the model was first made for, by the whole factor if `beta_slow` times, and between."""
+    fields, half = config["rope_scaling"], config["head_dim"] // 2
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(half) / half)
+    turns = np.log(fields["original_max_position_embeddings"] / waves)
+    fast, slow = np.log(fields["beta_fast"]), np.log(fields["beta_slow"])
+    kept = np.clip((turns - slow) / (fast - slow), 0, 1)
+    return 1 / (kept + (1 - kept) / fields["factor"])
 
 
 def _capped(x: jax.Array, cap: float | None) -> jax.Array:
@@ -182,7 +195,7 @@ def _mixture(
     x_TD: jax.Array, layer: Flat, config: Mapping[str, Any], routed: list[jax.Array]
 ) -> jax.Array:
     """Every expert sees every token; those that a token does not go to count nothing."""
-    logits_TE = x_TD @ layer["mlp.gate.weight"]
+    logits_TE = _linear(x_TD, layer, _router(layer))
     routed.append(logits_TE)
     probs = jax.nn.softmax(logits_TE, axis=1)
     least = jnp.sort(probs, axis=1)[:, -config["num_experts_per_tok"]]
@@ -192,8 +205,9 @@ def _mixture(
     total = jnp.zeros_like(x_TD)
     for e in range(_experts(config)):
         own = {
-            f"mlp.{name}_proj.weight": layer[f"mlp.experts.{name}_proj.weight"][e]
-            for name in ("gate", "up", "down")
+            path.replace("experts.", ""): leaf[e]
+            for path, leaf in layer.items()
+            if path.startswith("mlp.experts.")
         }
         total = total + factors[:, e, None] * _mlp(x_TD, own, config, routed)
     return total
@@ -202,15 +216,24 @@ def _mixture(
 def _mlp(
     x_TD: jax.Array, layer: Flat, config: Mapping[str, Any], routed: list[jax.Array]
 ) -> jax.Array:
-    if "mlp.gate.weight" in layer:
+    if f"{_router(layer)}.weight" in layer:
         return _mixture(x_TD, layer, config, routed)
     gate = _linear(x_TD, layer, "mlp.gate_proj")
+    if "swiglu_limit" in config:
+        limit = config["swiglu_limit"]
+        up = jnp.clip(_linear(x_TD, layer, "mlp.up_proj"), -limit, limit)
+        gate = jnp.where(gate > limit, limit, gate)
+        return _linear(gate / (1 + jnp.exp(-1.702 * gate)) * (1 + up), layer, "mlp.down_proj")
     if _is_gemma(config):
         cubic = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
         active = 0.5 * gate * (1 + jnp.tanh(cubic))
     else:
         active = gate * jax.nn.sigmoid(gate)
     return _linear(active * _linear(x_TD, layer, "mlp.up_proj"), layer, "mlp.down_proj")
+
+
+def _router(layer: Flat) -> str:
+    return "mlp.router" if "mlp.router.weight" in layer else "mlp.gate"
 
 
 def _attention(
@@ -220,10 +243,12 @@ def _attention(
     kind: tuple[int | None, float, float],
 ) -> jax.Array:
     (window, theta, slowed), length = kind, len(x_TD)
+    # Where positions are slowed by pairs, queries and keys are scaled up too (Peng et al. 2023).
+    grown = 1.0 if np.ndim(slowed) == 0 else 0.1 * np.log(config["rope_scaling"]["factor"]) + 1
     heads = config["num_attention_heads"]
     group = heads // config.get("num_key_value_heads", heads)
     size = config.get("head_dim", config["hidden_size"] // heads)
-    scale = config.get("query_pre_attn_scalar", size) ** -0.5
+    scale = config.get("query_pre_attn_scalar", size) ** -0.5 * float(grown) ** 2
     q, k, v = (_linear(x_TD, layer, f"self_attn.{n}_proj") for n in "qkv")
     back = np.arange(length)[:, None] - np.arange(length)[None]
     hidden = (back < 0) | (back >= (window or length))
@@ -237,11 +262,15 @@ def _attention(
             k_TH = _norm(k_TH, layer["self_attn.k_norm.weight"], config)
         scores = _rotated(q_TH, theta, slowed) @ _rotated(k_TH, theta, slowed).T * scale
         scores = _capped(scores, config.get("attn_logit_softcapping"))
-        outs.append(jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), axis=-1) @ v[:, kv])
+        scores = jnp.where(hidden, -jnp.inf, scores)
+        if "self_attn.sinks.weight" in layer:
+            nothing = jnp.broadcast_to(layer["self_attn.sinks.weight"][n], (length, 1))
+            scores = jnp.concatenate([scores, nothing], axis=1)
+        outs.append(jax.nn.softmax(scores, axis=-1)[:, :length] @ v[:, kv])
     return _linear(jnp.concatenate(outs, axis=1), layer, "self_attn.o_proj")
 
 
-def _rotated(x_TH: jax.Array, theta: float, slowed: float) -> jax.Array:
+def _rotated(x_TH: jax.Array, theta: float, slowed: Any) -> jax.Array:
     """Position p turns the pair (i, i + H/2) by `p · theta^(-2i/H)`, as complex numbers."""
     half = x_TH.shape[1] // 2
     frequencies = theta ** -(np.arange(half) / half) / slowed

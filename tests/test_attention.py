@@ -24,7 +24,7 @@ def arrays(length: int = LENGTH):
     return [jnp.asarray(rng.standard_normal((2, length, n, 8)), jnp.float32) for n in (4, 2, 2, 4)]
 
 
-def plain_attention(q, k, v, window, softcap):
+def plain_attention(q, k, v, window, softcap, sinks=None):
     k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3
     if softcap is not None:
@@ -32,7 +32,11 @@ def plain_attention(q, k, v, window, softcap):
     back = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None]
     seen = (back >= 0) & (back < (window or LENGTH))
     mask = seen[None] & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
-    probs = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(mask[:, None], scores, -jnp.inf)
+    if sinks is not None:
+        nothing = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, nothing], axis=-1)
+    probs = jax.nn.softmax(scores, axis=-1)[..., :LENGTH]
     return jnp.einsum("btns,bsnh->btnh", probs.transpose(0, 2, 1, 3), v)
 
 
@@ -56,6 +60,45 @@ def test_blocks_are_softmax_attention(monkeypatch, block, window, softcap):
     want = jax.jit(lambda: with_gradients(lambda *x: plain_attention(*x, window, softcap)))()
     got = jax.jit(lambda: with_gradients(blocked))()
     chex.assert_trees_all_close(got, want, rtol=0, atol=2e-5)
+
+
+SINKS = jnp.array([-2.0, 0.3, 1.0, 40.0])
+
+
+@pytest.mark.parametrize(("block", "windows"), [(128, (None,)), (4, (20, 3))])
+def test_sinks_are_scores_without_values(monkeypatch, block, windows):
+    """Values and gradients, those of the sinks too; one of them is far above all scores."""
+    monkeypatch.setattr(attention, "_LEAST_BLOCK", block)
+    q, k, v, g = arrays()
+
+    def attend(kind, *inputs):
+        *qkv, sinks = inputs
+        return attention.causal_attention(
+            *qkv, SEGMENTS, 0.3, windows=windows, kind=kind, sinks_N=sinks
+        )
+
+    def wanted(*inputs):
+        *qkv, sinks = inputs
+        return plain_attention(*qkv, windows[-1], None, sinks)
+
+    results = []
+    kind = jnp.int32(len(windows) - 1)
+    for function in (lambda *x: attend(kind, *x), wanted):
+        out, pull = jax.vjp(jax.jit(function), q, k, v, SINKS)
+        results.append((out, pull(g)))
+    chex.assert_trees_all_close(*results, rtol=0, atol=2e-5)
+    assert (np.abs(results[0][1][3]) > 1e-3).tolist() == [True, True, True, False]
+
+
+def test_sinks_of_a_cache():
+    q, k, v, _ = arrays()
+    whole = jnp.ones((2, LENGTH), jnp.int32)
+    want = attention.causal_attention(q, k, v, whole, 0.3, sinks_N=SINKS)
+    seen = jnp.broadcast_to(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), (2, LENGTH, LENGTH))
+    got = attention.cached_attention(
+        q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, 0.3, sinks_N=SINKS
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_a_traced_kind_chooses_the_window():

@@ -29,7 +29,7 @@ def some(*names: str) -> list[Any]:
 
 
 MIXED = [*some("qwen2 with windows and yarn", "gemma2"), "gemma3",
-         *some("gemma4", "gemma4 with shared keys")]  # fmt: skip
+         *some("gemma4", "gemma4 with shared keys", "gpt_oss")]  # fmt: skip
 ONE, ALL = reading.SLIDING, reading.FULL
 LENGTH = 11  # Beyond every window, and enough for the shortest to lie wholly inside.
 
@@ -105,8 +105,11 @@ def test_what_lies_outside_of_the_window_is_not_seen(name):
     assert (moved[:window] > 1e-4).all() and (moved[window:] == 0).all()
 
 
-@pytest.mark.parametrize("name", [*some("mistral", "qwen2"), "qwen3", "gemma2", "gemma3",
-                                  *some("gemma4"), "gemma4 with shared keys"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [*some("mistral", "qwen2", "gemma4"), "qwen3", "gemma2", "gemma3", "gemma4 with shared keys",
+     *some("gpt_oss")],
+)  # fmt: skip
 def test_cache_is_the_whole_sequence(name):
     """Prefill and token by token, in rows of different lengths."""
     m = tiny.model(name)
@@ -203,7 +206,13 @@ LAYER = {
     "qwen3": (*LLAMA, *QK_NORMS),
     "gemma2": (*LLAMA, *AROUND),
     "gemma3": (*LLAMA, *AROUND, *QK_NORMS),
-}
+    "gpt_oss": (
+        *PROJECTIONS, *(f"self_attn.{n}_proj.bias" for n in "qkvo"), "self_attn.sinks",
+        "mlp.router.weight", "mlp.router.bias", *LLAMA[-2:],
+        *(f"mlp.experts.{n}_proj.{kind}" for n in ("gate", "up", "down")
+          for kind in ("weight", "bias")),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYER)
@@ -214,13 +223,13 @@ def test_names_in_files(name):
     wanted = {f"model.layers.{i}.{leaf}" for i in range(depth) for leaf in LAYER[name]}
     head = set() if m.is_tied else {"lm_head.weight"}
     assert found == wanted | head | {"model.embed_tokens.weight", "model.norm.weight"}
-    assert m.is_tied == (name != "mistral")
+    assert m.is_tied == (name not in ("mistral", "gpt_oss"))
 
 
 @pytest.mark.parametrize(
     "name",
     [*some("mistral", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_moe", "gemma4"), "gemma3",
-     *some("gemma4 with shared keys", "gemma4 with experts")],
+     *some("gemma4 with shared keys", "gemma4 with experts", "gpt_oss")],
 )  # fmt: skip
 def test_folders_in_and_out(name, tmp_path, capsys):
     """A base and an adapter from files; the adapter again bit for bit; merged, what it computes."""
@@ -266,6 +275,8 @@ WINDOWS = [
     ("gemma2", {}, [4, None, 4]),
     ("gemma2", {"layer_types": [ALL, ALL, ONE]}, [None, None, 4]),
     ("gemma3", {"num_hidden_layers": 8}, [4, 4, None, 4, 4, None, 4, 4]),
+    ("gpt_oss", {"num_hidden_layers": 3, "layer_types": None}, [4, None, 4]),
+    ("gpt_oss", {"layer_types": [ALL, ALL, ONE, ALL]}, [None, None, 4, None]),
     ("gemma3", {"sliding_window_pattern": None, "layer_types": [ALL] * 4}, [None] * 4),
 ]  # fmt: skip
 
@@ -316,6 +327,16 @@ def test_null_is_no_window():
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6},
                                         "sliding_attention": {"rope_type": "default"}}},
          "rope_parameters: sliding_attention: rope_theta: is missing"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit: is missing"),
+        ("gpt_oss", {"swiglu_alpha": 0}, "swiglu_alpha = 0: is not a number > 0"),
+        ("gpt_oss", {"rope_scaling": None}, "rope_scaling: is missing"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window: is missing"),
+        ("gpt_oss", {"attention_bias": None}, "attention_bias: is missing"),
+        ("gpt_oss", {"head_dim": None}, "head_dim: is missing"),
+        ("gpt_oss", {"num_local_experts": None}, "num_local_experts: is missing"),
+        ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok = 6: is more than"),
+        ("gpt_oss", {"num_key_value_heads": 4}, "num_key_value_heads = 4: does not divide .*= 6"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act = 'gelu': is not supported"),
         ("gemma3", {"architectures": ["Gemma3nForConditionalGeneration"]},
          "architectures = .*ConditionalGeneration.*known: LlamaForCausalLM, MistralForCausalLM"),
     ],

@@ -54,8 +54,11 @@ def made(request, tmp_path_factory) -> Made:
             noise = torch.randn(parameter.shape, generator=draw)
             if name.endswith("q_norm.weight") and theirs.config.model_type == "gemma4_text":
                 parameter *= parameter.shape[0] ** -0.5  # The factor of the scores is in here.
-            # Norms and biases near what they begin with; weights that keep the activations' size.
-            parameter += 0.1 * noise * parameter.abs().mean() if parameter.ndim == 1 else 0.0
+            # Norms near what they begin with; weights that keep the activations' size.
+            size = parameter.abs().mean() if parameter.any() else 1.0
+            parameter += 0.1 * noise * size if parameter.ndim == 1 else 0.0
+            if name.endswith("sinks"):
+                parameter.copy_(noise)
             if parameter.ndim > 1:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
         for name, buffer in theirs.named_buffers():
@@ -207,7 +210,7 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
         assert len(adapted) == len(linear) - 1  # All but the head.
 
 
-@pytest.mark.parametrize("made", ["mixtral", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("made", ["mixtral", "qwen3_moe", "gpt_oss"], indirect=True)
 def test_load_balancing_loss_of_transformers(made):
     """Over all layers and rows together, of which one is padded; and the loss with it."""
     tokens = tiny.tokens(2, LENGTH + 1)

@@ -3,6 +3,7 @@
 The step is compared with `plain`, in which every expert sees every token.
 """
 
+import functools
 import pathlib
 
 import chex
@@ -16,7 +17,7 @@ from tiny import Case
 
 from purelora import cli, errors, grouped, params, plan, quant, step
 from purelora import tree as trees
-from purelora.models import moe
+from purelora.models import layers, moe
 
 TINY = f"--config={pathlib.Path(__file__).parent.parent}/configs/tiny.py"
 
@@ -123,6 +124,24 @@ def test_adapters_of_the_groups(name):
     _assert_same_function(ours, theirs, x, a, b)
 
 
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_values_of_the_groups(name):
+    """One for each row and nothing in the padding; and their gradients."""
+    ids, x, count, tile = _rows(name)
+    values = jnp.asarray(np.random.default_rng(1).normal(size=(count, 6)), jnp.float32)
+
+    def ours(values):
+        groups = grouped.group(ids, count, tile)
+        return grouped.of_groups(values, groups) + grouped.dispatch(x, groups)
+
+    def theirs(values):
+        groups = grouped.group(ids, count, tile)
+        picked = values[jnp.clip(ids, 0, count - 1)]
+        return grouped.dispatch(x + picked, groups)
+
+    _assert_same_function(ours, theirs, values)
+
+
 def _assert_same_function(ours, theirs, *arguments) -> None:
     """Same values, and same gradients for an arbitrary cotangent."""
     results = []
@@ -157,10 +176,13 @@ def test_the_arithmetic_is_little_more_than_that_of_the_routed_rows():
 
 AUX = moe.RouterLossWeights(balance=0.3, z=0.02)
 FOUR = (("num_local_experts", 4),)
+OSS = (*FOUR, ("layer_types", None))
 CASES = (
     Case(family="mixtral", layers=2, router=AUX),
     Case("int8", 4, family="qwen3_moe", expert=2, fsdp=2, layers=2, router=AUX, sharded=True),
     Case(family="qwen3_moe", lora=False, expert=2, fsdp=2, tensor=2, accum=4, layers=2, router=AUX),
+    # Biases of experts and sinks over all axes.
+    Case(family="gpt_oss", lora=False, model=OSS, expert=2, tensor=2, layers=1, router=AUX),
 )
 MORE_CASES = (
     Case(family="qwen3_moe", accum=4, layers=2, router=AUX, remat=True),
@@ -172,6 +194,13 @@ MORE_CASES = (
     Case(
         family="mixtral", lora=False, model=FOUR, expert=4, data=2, layers=2, router=AUX, remat=True
     ),
+    Case(family="gpt_oss", lora=False, model=OSS, expert=2, tensor=2, layers=2, router=AUX),
+    Case("int8", family="gpt_oss", model=OSS, expert=2, fsdp=2, tensor=2, layers=2, accum=2),
+    Case(
+        family="gpt_oss", lora=False, model=OSS, fsdp=2, tensor=2, layers=2, router=AUX, remat=True,
+        rules=("heads:none,kv_heads:none,embed:fsdp,mlp:tensor,experts:fsdp",),
+    ),
+    Case(family="gpt_oss", model=OSS, layers=2, scan=False, remat=True, router=AUX),
 )  # fmt: skip
 
 
@@ -223,6 +252,8 @@ def test_step_is_the_plain_gradient(case):
 
 # ---- routing -----------------------------------------------------------------------------------
 
+SILU = functools.partial(layers.gated, activation=jax.nn.silu)
+
 
 @pytest.fixture(scope="module")
 def routed():
@@ -245,7 +276,7 @@ def test_padding_goes_nowhere_and_counts_nowhere(routed):
     )
     np.testing.assert_array_equal(sums.counts_BE.sum(axis=1), [18, 8])
     np.testing.assert_allclose(sums.probs_BE.sum(axis=1), [9, 4], rtol=1e-6)
-    out = moe.experts(x_BTD, bound["experts"], routing, jax.nn.silu, cfg)
+    out = moe.experts(x_BTD, bound["experts"], routing, SILU, cfg)
     np.testing.assert_array_equal(np.asarray(out)[~is_token_BT], 0)
     # What stands in the padding cannot matter.
     other = jnp.where(is_token_BT[..., None], x_BTD, 7.0)
@@ -258,7 +289,7 @@ def test_no_token_is_dropped_when_all_go_to_one_expert(routed):
     cfg, bound, x_BTD, _ = routed
     ids = jnp.broadcast_to(jnp.asarray([3, 1], jnp.int32), (2, 9, 2))
     routing = moe.Routing(ids, jnp.full((2, 9, 2), 0.5))
-    out = moe.experts(x_BTD, bound["experts"], routing, jax.nn.silu, cfg)
+    out = moe.experts(x_BTD, bound["experts"], routing, SILU, cfg)
     for e, own in ((1, 0.5), (3, 0.5)):
         gate, up, down = (bound["experts"][f"{n}_proj"].weight[e] for n in ("gate", "up", "down"))
         out = out - own * ((jax.nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down)

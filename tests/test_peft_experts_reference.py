@@ -23,7 +23,7 @@ peft = pytest.importorskip("peft")
 
 made = reference.made
 MIXTURES = pytest.mark.parametrize(
-    "made", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe"], indirect=True
+    "made", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe", "gpt_oss"], indirect=True
 )
 
 
@@ -45,8 +45,24 @@ def theirs(made: reference.Made) -> Any:
     return type(made.theirs).from_pretrained(str(made.folder), attn_implementation="eager")
 
 
+def config_of(made: reference.Made) -> Any:
+    return json.loads((made.folder / "config.json").read_text())
+
+
+def renamed(options: dict[str, Any], made: reference.Made) -> dict[str, Any]:
+    """The options with the name that the family's router has."""
+    name = "router" if made.model.is_interleaved else "gate"
+    names = {"gate": name, "mlp.gate.weight": f"mlp.{name}.weight"}
+    return {
+        key: type(value)(names.get(entry, entry) for entry in value)
+        if isinstance(value, (list, tuple))
+        else value
+        for key, value in options.items()
+    }
+
+
 def our_logits(made: reference.Made, folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
-    adapter = artefact.open_adapter(str(folder))
+    adapter = artefact.open_adapter(str(folder), config_of(made))
     attached = artefact.attach(adapter, made.model, base_fingerprint=None)
     return logits(attached.model, attached.trainable, made, tokens)
 
@@ -86,7 +102,8 @@ OF_PEFT = {
 @pytest.mark.parametrize("name", some(OF_PEFT, "all", "some layers"))
 def test_made_by_peft(made, name, tmp_path):
     """Also written anew, and put on again by both."""
-    settings = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **OF_PEFT[name])
+    options = renamed(OF_PEFT[name], made)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     adapted = peft.get_peft_model(theirs(made), settings)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -97,7 +114,7 @@ def test_made_by_peft(made, name, tmp_path):
     tokens = tiny.tokens(2, 12)
     want = reference.their_logits(adapted, tokens)
     assert_same(our_logits(made, tmp_path / "theirs", tokens), want, made, tokens)
-    read = artefact.open_adapter(str(tmp_path / "theirs"))
+    read = artefact.open_adapter(str(tmp_path / "theirs"), config_of(made))
     peft_io.write(str(tmp_path / "ours"), read)
     artefact.check_equal(peft_io.read(str(tmp_path / "ours")), read)
     again = peft.PeftModel.from_pretrained(theirs(made), str(tmp_path / "ours"))
@@ -123,7 +140,7 @@ OURS = {
 @pytest.mark.parametrize("name", some(OURS, "gate", "some layers"))
 def test_made_here(made, name, tmp_path):
     """The logits that peft computes from the folder."""
-    settings = tiny.lora_config(**OURS[name])
+    settings = tiny.lora_config(**renamed(OURS[name], made))
     m = made.model.adapted(settings)
     adapters = tiny.adapters(m)
     if m.adaptation.full:

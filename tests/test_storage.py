@@ -25,6 +25,7 @@ MATRICES = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 LAYOUTS = [
     ("mixtral", "own"), ("mixtral", "fused"), ("qwen3_moe", "own"), ("qwen3_moe", "fused"),
+    ("gpt_oss", "interleaved"),
 ]  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def in_files(leaves: dict[str, np.ndarray], family: str, layout: str) -> dict[st
             where = f"model.layers.{layer}."
             if ".experts." not in path:
                 name = path.removeprefix("layers.").replace("mlp.gate.", f"{block}.gate.")
-                arrays[where + name] = values.T
+                arrays[where + name.replace("sinks.weight", "sinks")] = values.T
             elif layout == "own":
                 matrix = names[module.rpartition(".")[2]]
                 for expert, weight in enumerate(values):
@@ -68,6 +69,13 @@ def in_files(leaves: dict[str, np.ndarray], family: str, layout: str) -> dict[st
             where = f"model.layers.{layer}.mlp.experts"
             arrays[f"{where}.gate_up_proj"] = joined[layer].swapaxes(1, 2)
             arrays[f"{where}.down_proj"] = down[layer].swapaxes(1, 2)
+    for kind, end in (("weight", ""), ("bias", "_bias")) if layout == "interleaved" else ():
+        gate, up, down = (leaves[f"layers.mlp.experts.{n}.{kind}"] for n in MATRICES)
+        joined = np.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], -1)
+        for layer in range(len(gate)):
+            where = f"model.layers.{layer}.mlp.experts"
+            arrays[f"{where}.gate_up_proj{end}"] = joined[layer]
+            arrays[f"{where}.down_proj{end}"] = down[layer]
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
@@ -262,12 +270,12 @@ def test_written_as_read(family, layout, tmp_path):
         assert made[name].shape == array.shape and made[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_run_has_the_layout_of_its_family(family):
     m = tiny.model(family)
     leaves = stacks(m)
     run = run_model.RunSource("run", tiny.hf_config(family), None, m, leaves)
-    wanted = in_files(leaves, family, "own")
+    wanted = in_files(leaves, family, "interleaved" if family == "gpt_oss" else "own")
     assert run.shapes() == {name: array.shape for name, array in wanted.items()}
     for name, array in wanted.items():
         np.testing.assert_array_equal(run.read(name).array, array, err_msg=name)

@@ -1,5 +1,6 @@
 """Weights from a Hugging Face folder: config.json and one or more safetensors files.
 
+Of quantised weights only those of gpt-oss are read, which is published so; see `mxfp4`.
 The index of a sharded model is checked against what the shards really hold.
 """
 
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from purelora import errors
-from purelora.io import files, safetensors_file, source
+from purelora.io import files, mxfp4, safetensors_file, source
+from purelora.models import gpt_oss
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -20,24 +22,38 @@ _AGAIN = "download the file again"
 
 @dataclasses.dataclass(frozen=True)
 class HFSource:
-    """The weights of a Hugging Face folder. Made by `open_folder`."""
+    """The weights of a Hugging Face folder. Made by `open_folder`.
+
+    Attributes:
+      path: the folder.
+      config: the keys of its config.json.
+      shards: the file of every tensor that is stored as it is, by name.
+      packed: the other tensors, by name.
+      identity: its fingerprint, if it is not that of the tensors.
+    """
 
     path: str
     config: Mapping[str, Any]
     shards: Mapping[str, safetensors_file.File]
+    packed: Mapping[str, mxfp4.Packed]
     identity: str | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
-        return {name: shard.entries[name].shape for name, shard in self.shards.items()}
+        stored = {name: shard.entries[name].shape for name, shard in self.shards.items()}
+        return stored | {name: packed.shape for name, packed in self.packed.items()}
 
     def read(self, name: str) -> source.Tensor:
-        """Reads one tensor in its stored element type."""
+        """Reads one tensor in its stored element type, or in bfloat16 if it is packed."""
+        if name in self.packed:
+            return self.packed[name].read()
         source.check_name(self.path, name, self.shards)
         return self.shards[name].read(name)
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """Reads the values in `box`, and little else."""
+        if name in self.packed:
+            return self.packed[name].read_part(box)
         source.check_name(self.path, name, self.shards)
         return self.shards[name].read_part(name, box)
 
@@ -46,7 +62,8 @@ def open_folder(path: str) -> HFSource:
     """Opens the folder at `path` and checks that its weights are complete; reads no weights.
 
     Raises:
-      ModelError: a file is missing, damaged or inconsistent, or the weights are quantised.
+      ModelError: a file is missing, damaged or inconsistent, or the weights are quantised in a way
+        that is not read.
     """
     if not os.path.isdir(path):
         raise errors.ModelError(path, None, "is not a folder", "give an existing model folder")
@@ -54,28 +71,42 @@ def open_folder(path: str) -> HFSource:
     where = {name: shard for shard in _open_shards(path) for name in shard.entries}
     if not where:
         raise errors.ModelError(path, None, "holds no tensors", _AGAIN)
-    return HFSource(path, config, where)
+    if not config.get("quantization_config"):
+        return HFSource(path, config, where, {})
+    packed = mxfp4.find(where)
+    inside = {part for one in packed.values() for part in mxfp4.parts(one)}
+    stored = {name: shard for name, shard in where.items() if name not in inside}
+    return HFSource(path, config, stored, packed)
 
 
 def read_config(path: str) -> dict[str, Any]:
     """The config.json of a model folder.
 
     Raises:
-      ModelError: it is missing or damaged, or says that the weights are quantised.
+      ModelError: it is missing or damaged, or says that the weights are quantised in a way that is
+        not read.
     """
     file = os.path.join(path, "config.json")
     if not os.path.lexists(file):
         raise errors.ModelError(path, None, "has no config.json", _missing_config(path))
     config = files.read_json_object(file)
     quantisation = files.typed(file, config, "quantization_config", dict)
-    if quantisation:
+    if quantisation and not _is_read(config, quantisation):
         raise errors.ModelError(
             f"{file}: quantization_config",
             quantisation.get("quant_method"),
-            "the weights are stored quantised, and purelora reads only float safetensors",
+            "the weights are stored quantised, and purelora reads only float safetensors and "
+            f"gpt-oss in {mxfp4.METHOD}",
             "use the unquantised model (purelora quantises it itself, see quant.qtype)",
         )
     return config
+
+
+def _is_read(config: Mapping[str, Any], quantisation: Mapping[str, Any]) -> bool:
+    """Whether the weights are quantised as their family is published."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    return name in gpt_oss.ARCHITECTURES and quantisation.get("quant_method") == mxfp4.METHOD
 
 
 def generation_eos(path: str) -> list[int]:

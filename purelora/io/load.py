@@ -72,18 +72,18 @@ def load(
     reader, placed = _Reader(source, layout), trees.flatten(shardings)
     flat: dict[str, Any] = {}
     for path, like in trees.flatten(infos).items():
-        declared = model.flat_infos[path]
-        spread = _file_sharding(placed[path], declared)
+        declared, is_transposed = model.flat_infos[path], layout.parts[path][0].is_transposed
+        spread = _file_sharding(placed[path], declared, is_transposed)
         ways = _expert_ways(placed[path], declared)
-        fill = _filler(like, declared, ways, _Hashable(placed[path]))
+        fill = _filler(like, is_transposed, ways, _Hashable(placed[path]))
         leaf, finite = _empty(like, placed[path]), []
         for parts in _together(layout.parts[path], ways):
             layer = parts[0].index[0] if declared.is_stacked else 0
             place = None if split is None else split.place(path, layer)
             if split is None or place is None:
-                tensor = reader.placed(parts, declared, spread)
+                tensor = reader.placed(parts, spread)
             else:
-                whole = reader.read(parts[0], placing.whole_box(declared.file_shape))
+                whole = reader.read(parts[0], placing.whole_box(parts[0].shape))
                 rest = np.asarray(split(place, _as_kernel(whole), like)).T
                 tensor = placing.place(rest, spread)
             leaf, is_finite = fill(leaf, tensor, parts[0].index)
@@ -133,7 +133,7 @@ class _Reader:
         elif name in self._own and name not in self._digests:
             values = self._hashed(name)[within]
         else:
-            values = self._source.read_part(name, within)
+            values = self._source.read_part(name, storage.hull(within))[storage.steps(within)]
         return values.reshape(values.shape[values.ndim - len(box) :])
 
     def _hashed(self, name: str) -> np.ndarray:
@@ -142,15 +142,13 @@ class _Reader:
         self._digests[name], self._last = tensor.digest, (name, tensor.array)
         return tensor.array
 
-    def placed(
-        self, parts: Sequence[storage.Part], declared: info.ParamInfo, sharding: NamedSharding
-    ) -> jax.Array:
+    def placed(self, parts: Sequence[storage.Part], sharding: NamedSharding) -> jax.Array:
         """Parts on the devices, experts stacked; each process reads what its own devices hold."""
-        shape = declared.file_shape
+        shape = parts[0].shape
         if parts[0].expert is None:
             box = placing.own_box(sharding, shape)
             return placing.from_box(box, self.read(parts[0], box), sharding, shape)
-        shape = (len(parts), *shape[1:])
+        shape = (len(parts), *shape)
         box = placing.own_box(sharding, shape)
         read = np.stack([self.read(part, box[1:]) for part in parts[box[0]]])
         return placing.from_box(box, read, sharding, shape)
@@ -179,12 +177,12 @@ def even_shares(sizes: Mapping[str, int], count: int) -> list[set[str]]:
     return shares
 
 
-def _file_sharding(placed: Any, declared: info.ParamInfo) -> NamedSharding:
+def _file_sharding(placed: Any, declared: info.ParamInfo, is_transposed: bool) -> NamedSharding:
     """How one layer of a leaf lies over the mesh, in the order of dimensions that files have."""
     sharding = placed.qvalue if isinstance(placed, qwix.QArray) else placed
     axes = (*sharding.spec, *[None] * (len(declared.shape) - len(sharding.spec)))
     axes = axes[1:] if declared.is_stacked else axes
-    spec = P(*((*axes[:-2], *axes[:-3:-1]) if declared.is_transposed else axes))
+    spec = P(*((*axes[:-2], *axes[:-3:-1]) if is_transposed else axes))
     return NamedSharding(sharding.mesh, spec)
 
 
@@ -279,9 +277,7 @@ def _empty(like: Any, sharding: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _filler(
-    like: Any, declared: info.ParamInfo, ways: int, sharding: _Hashable
-) -> Callable[..., Any]:
+def _filler(like: Any, is_transposed: bool, ways: int, sharding: _Hashable) -> Callable[..., Any]:
     """The compiled `(leaf, tensor, index) -> (leaf, is finite)`: writes one layer in place.
 
     Of experts, which lie in `ways` shards, it writes one of each: tensor is `[ways, ...]`, and the
@@ -297,7 +293,7 @@ def _filler(
         return shards.reshape(leaf.shape)
 
     def fill(leaf: Any, tensor: jax.Array, index: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-        value = _final(tensor.mT if declared.is_transposed else tensor, like)
+        value = _final(tensor.mT if is_transposed else tensor, like)
         finite = jnp.isfinite(tensor).all()
         if not index:
             return value, finite

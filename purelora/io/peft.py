@@ -90,6 +90,8 @@ class Adapter:
       modules: its tensors by Hugging Face module name and kind (see `KINDS`), in stored types.
       base_fingerprint: `source.fingerprint` of the base that it was trained on, if it says.
       notes: what a user should be told about it.
+      interleaved: whether in its files the rows of experts' matrices that are one parameter
+        alternate; see `peft_experts`.
     """
 
     path: str
@@ -97,15 +99,21 @@ class Adapter:
     modules: Modules
     base_fingerprint: str | None
     notes: tuple[str, ...] = ()
+    interleaved: bool = False
 
 
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def read(path: str) -> Adapter:
+def read(path: str, *, interleaved: bool | None = None) -> Adapter:
     """Reads the adapter in the folder at `path`.
 
     Module names are those of the model that it was trained on; see `place`.
+
+    Args:
+      path: the folder.
+      interleaved: see `Adapter`; None if the base is not known. Then it is what the file says, and
+        PEFT's own files say nothing: not.
 
     Raises:
       ModelError: a file is missing or damaged, the config asks for what is not supported, or the
@@ -125,9 +133,10 @@ def read(path: str) -> Adapter:
     modules: Modules = _read_modules(weights, parsed)
     tied: tuple[str, ...] = ()
     if config is not None:
-        joined = _own_metadata(weights).get("joined", {})
+        facts = _own_metadata(weights)
+        interleaved = facts.get("interleaved", False) if interleaved is None else interleaved
         config, modules, _, expert_problems = peft_experts.of_file(
-            weights.path, config, modules, joined
+            weights.path, config, modules, facts.get("joined", {}), interleaved=interleaved
         )
         key_problems += expert_problems
     if config is not None and config.ensure_weight_tying:
@@ -141,7 +150,7 @@ def read(path: str) -> Adapter:
     notes += (*_key_notes(prefix, weights.entries), *_tensor_notes(config, modules), *tied)
     if fingerprint is None:
         notes += ("it does not say which base it belongs to, so that is not checked",)
-    return Adapter(path, config, modules, fingerprint, notes)
+    return Adapter(path, config, modules, fingerprint, notes, bool(interleaved))
 
 
 def is_own(folder: str) -> bool:
@@ -192,6 +201,7 @@ def _own_metadata(weights: safetensors_file.File) -> dict[str, Any]:
     try:
         facts = json.loads(text)
         stated, joined = facts["base_fingerprint"], facts.get("joined", {})
+        interleaved = facts.get("interleaved", False)
         sound = stated is None or isinstance(stated, str)
         sound &= all(type(r) is int and r > 0 for ranks in joined.values() for r in ranks.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -199,7 +209,7 @@ def _own_metadata(weights: safetensors_file.File) -> dict[str, Any]:
     if not sound:
         where = f"{weights.path}: metadata {_METADATA!r}"
         raise errors.ModelError(where, text, "does not state a base_fingerprint", _AGAIN)
-    return {"base_fingerprint": stated, "joined": joined}
+    return {"base_fingerprint": stated, "joined": joined, "interleaved": interleaved is True}
 
 
 # ---- keys --------------------------------------------------------------------------------------
@@ -357,7 +367,9 @@ def write(
     saved = tuple(sorted(m for m, kinds in adapter.modules.items() if "weight" in kinds))
     _check_written(folder, adapter)
     config = dataclasses.replace(adapter.config, modules_to_save=saved)
-    config, found, joined, _ = peft_experts.to_file(folder, config, adapter.modules)
+    config, found, joined, _ = peft_experts.to_file(
+        folder, config, adapter.modules, interleaved=adapter.interleaved
+    )
     modules = dict(found)
     embedding = _last(modules, targets.EMBEDDING)
     if config.ensure_weight_tying and embedding is not None:
@@ -368,6 +380,7 @@ def write(
         "base_fingerprint": adapter.base_fingerprint,
         "purelora_version": purelora.__version__,
         **({"joined": joined} if joined else {}),
+        **({"interleaved": True} if joined and adapter.interleaved else {}),
         **(extra_metadata or {}),
     }
     metadata = {"format": "pt", _METADATA: json.dumps(facts)}

@@ -12,6 +12,9 @@ Of a parameter's factors the expert is the slowest index of the rows of lora_A, 
 the columns of lora_B. Several adapted parameters of one module are nested: the key of the last one
 is the module's own, and each one before it is a `base_layer` deeper.
 
+In gpt-oss the rows of `gate_up_proj` alternate, one of gate and one of up: when such a lora_B is
+read it is put in order first, and when it is written it is put back at last.
+
 Two matrices with adapters of their own are one parameter with the sum of their ranks, whose lora_B
 is zero but for its two blocks: exactly the same update. The other way round, what has this form is
 taken apart, and any other adapter of the joined matrices becomes two that have the same lora_A.
@@ -88,7 +91,12 @@ class _Factors(NamedTuple):
 
 
 def of_file(
-    where: str, config: peft_config.AdapterConfig, modules: peft_checks.Modules, joined: Joined
+    where: str,
+    config: peft_config.AdapterConfig,
+    modules: peft_checks.Modules,
+    joined: Joined,
+    *,
+    interleaved: bool = False,
 ) -> Found:
     """The form that experts have here, of modules as they are named in a file.
 
@@ -97,6 +105,7 @@ def of_file(
       config: what its adapter_config.json says.
       modules: its tensors; of nested parameters, the names end in `.base_layer`.
       joined: how the file says that its matrices were joined; empty if it does not say.
+      interleaved: whether the rows of joined matrices alternate.
     """
     problems: list[errors.Problem] = []
     made: dict[str, _Factors] = {}
@@ -107,7 +116,7 @@ def of_file(
         problems.append(errors.Problem(where, None, what, _AGAIN))
     with errors.collected(problems):
         for around, nested in levels.items():
-            made |= _of_parameters(where, config, around, nested, joined)
+            made |= _of_parameters(where, config, around, nested, joined, interleaved)
     with errors.collected(problems):
         for stack, experts in numbered.items():
             if stack in made:
@@ -118,12 +127,9 @@ def of_file(
         return Found(config, modules, {}, tuple(problems))
     ranks = {name: factors.a.shape[1] for name, factors in made.items()}
     alphas = {name: factors.alpha for name, factors in made.items()}
-    for name in modules:
-        newer = targets.newer_name(name)
-        if newer != name and newer in rest and peft_checks.is_adapted(modules[name]):
-            ranks[newer], alphas[newer] = (
-                peft_config.rank(config, name), peft_config.alpha(config, name)
-            )  # fmt: skip
+    for newer, name in _renamed(modules, rest).items():
+        ranks[newer] = peft_config.rank(config, name)
+        alphas[newer] = peft_config.alpha(config, name)
     # Patterns that fit nothing stay, and are found wrong.
     plain = [n for n in rest if n in modules and peft_checks.is_adapted(rest[n])]
     gone = [n for n in modules if n not in rest] + list(map(targets.parameter_name, made))
@@ -162,6 +168,16 @@ def _sorted(
     return levels, numbered, rest
 
 
+def _renamed(modules: peft_checks.Modules, rest: Iterable[str]) -> dict[str, str]:
+    """The names in a file of adapted modules, no experts, that are called otherwise now."""
+    newer = {targets.newer_name(name): name for name in modules}
+    return {
+        new: name
+        for new, name in newer.items()
+        if new != name and new in rest and peft_checks.is_adapted(modules[name])
+    }
+
+
 def _patterns(
     patterns: Mapping[str, Any],
     default: Any,
@@ -190,6 +206,7 @@ def _of_parameters(
     around: str,
     nested: Mapping[int, Mapping[str, np.ndarray]],
     joined: Joined,
+    interleaved: bool,
 ) -> dict[str, _Factors]:
     """The matrices of one module of experts. Raises ModelError if they are not what is named."""
     names = [f"{around}.{name}" for name in _PARAMETERS]
@@ -203,11 +220,16 @@ def _of_parameters(
         r, alpha = peft_config.rank(config, parameter), peft_config.alpha(config, parameter)
         a, b = _unflattened(f"{where}: {parameter}", nested[level], r)
         matrices = _PARAMETERS[parameter.rpartition(".")[2]]
+        if interleaved and b.shape[1] % len(matrices) == 0:
+            b = np.concatenate([b[:, i :: len(matrices)] for i in range(len(matrices))], axis=1)
         ranks = joined.get(parameter) or _ranks(matrices, b)
         is_sound = sum(ranks.values()) == r or set(ranks.values()) == {r}
         if not is_sound or not ranks.keys() <= set(matrices) or b.shape[1] % len(matrices):
             what = f"has {b.shape[1]} rows and rank {r}, which are not those of {dict(ranks)}"
             raise errors.ModelError(f"{where}: {parameter}", None, what, _AGAIN)
+        if sum(ranks.values()) == r and not _is_apart(matrices, ranks, b):
+            # Joined by one who took the rows for others than they are.
+            ranks = dict.fromkeys(matrices, r)
         first, rows = 0, b.shape[1] // len(matrices)
         for matrix, rank in ranks.items():
             place = matrices.index(matrix) * rows
@@ -249,6 +271,17 @@ def _ranks(matrices: tuple[str, ...], b: np.ndarray) -> dict[str, int]:
     return {matrix: own for matrix in matrices}
 
 
+def _is_apart(matrices: tuple[str, ...], ranks: Mapping[str, int], b: np.ndarray) -> bool:
+    """Whether lora_B `[E, out, r]` is zero but for the blocks of matrices of these ranks."""
+    inside, first = np.zeros(b.shape[1:], bool), 0
+    for matrix, rank in ranks.items():
+        rows = b.shape[1] // len(matrices)
+        place = matrices.index(matrix) * rows
+        inside[place : place + rows, first : first + rank] = True
+        first += rank
+    return not b[:, ~inside].any()
+
+
 def _alpha(config: peft_config.AdapterConfig, alpha: float, r: int, new_r: int) -> float:
     """The alpha that gives an adapter of another rank the same scaling."""
     if r == new_r:
@@ -287,8 +320,14 @@ def _of_numbered(
 # ---- into files --------------------------------------------------------------------------------
 
 
-def to_file(where: str, config: peft_config.AdapterConfig, modules: peft_checks.Modules) -> Found:
-    """The form that PEFT has for the experts, and the config that says so.
+def to_file(
+    where: str,
+    config: peft_config.AdapterConfig,
+    modules: peft_checks.Modules,
+    *,
+    interleaved: bool = False,
+) -> Found:
+    """The form that PEFT has for the experts, and the config that says so; see `of_file`.
 
     Raises:
       ModelError: matrices that PEFT joins have different scalings.
@@ -309,7 +348,7 @@ def to_file(where: str, config: peft_config.AdapterConfig, modules: peft_checks.
         order = [name for name in reversed(names) if name in parameters]
         for level, parameter in enumerate(order):
             matrices = parameters[parameter]
-            kinds, joined[parameter] = _joined(parameter, matrices, modules)
+            kinds, joined[parameter] = _joined(parameter, matrices, modules, interleaved)
             made[around + level * _LEVEL] = kinds
             ranks[parameter] = r = sum(joined[parameter].values())
             alphas[parameter] = _common_alpha(where, config, matrices, r)
@@ -331,7 +370,7 @@ def to_file(where: str, config: peft_config.AdapterConfig, modules: peft_checks.
 
 
 def _joined(
-    parameter: str, names: list[str], modules: peft_checks.Modules
+    parameter: str, names: list[str], modules: peft_checks.Modules, interleaved: bool
 ) -> tuple[Kinds, dict[str, int]]:
     """The matrices `names` of a parameter as one, flat; and the rank of each."""
     matrices = _PARAMETERS[parameter.rpartition(".")[2]]
@@ -345,6 +384,8 @@ def _joined(
         place = matrices.index(matrix) * rows
         b[:, place : place + rows, first : first + ranks[matrix]] = kinds["lora_B"]
         first += ranks[matrix]
+    if interleaved:
+        b = b.reshape(experts, len(matrices), rows, -1).swapaxes(1, 2).reshape(b.shape)
     flat_b = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
     return {"lora_A": a.reshape(-1, a.shape[2]), "lora_B": flat_b}, ranks
 

@@ -57,6 +57,11 @@ class File:
         entry = self._entry(name)
         return self._read_box(entry.start, source.DTYPES[entry.dtype], entry.shape, box)
 
+    def read_codes(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """The bytes in `box` of a tensor of type U8, which is no weight by itself."""
+        entry = self.entries[name]
+        return self._read_box(entry.start, np.dtype(np.uint8), entry.shape, box)
+
     def _read_box(
         self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], box: tuple[slice, ...]
     ) -> np.ndarray:

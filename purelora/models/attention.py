@@ -30,6 +30,7 @@ class _Saved(NamedTuple):
     out_BKGTH: jax.Array
     lse_BKGT: jax.Array
     segments_BT: jax.Array
+    sinks_BKG: jax.Array | None
     kind: jax.Array | None
 
 
@@ -52,6 +53,7 @@ def causal_attention(
     softcap: float | None = None,
     windows: tuple[int | None, ...] = (None,),
     kind: int | jax.Array = 0,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention, causal inside each segment and blind across their borders.
 
@@ -67,6 +69,8 @@ def causal_attention(
       softcap: c in `c · tanh(score / c)`; None: no cap.
       windows: how many keys a query sees at most, itself included, in layers of each kind.
       kind: which of `windows` counts; if traced, one of them is branched to.
+      sinks_N: scores of nothing: each joins the sum that its head's softmax divides by, and adds no
+        value (Xiao et al. 2023, equation 2).
 
     Returns:
       `[B, T, N, H]` in the dtype of `q`; scores and softmax are float32.
@@ -74,19 +78,31 @@ def causal_attention(
     if isinstance(kind, int):
         windows = (windows[kind],)
     branch = jnp.asarray(kind, jnp.int32) if len(windows) > 1 else None
-    return _attention(q_BTNH, k_BSKH, v_BSKH, segments_BT, branch, _Static(scale, softcap, windows))
+    static = _Static(scale, softcap, windows)
+    return _attention(
+        q_BTNH, k_BSKH, v_BSKH, segments_BT, _of_rows(sinks_N, q_BTNH), branch, static
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _of_rows(sinks_N: jax.Array | None, q_BTNH: jax.Array) -> jax.Array | None:
+    """Sinks of each row of the batch, float32; made from q, they vary over the mesh as it does."""
+    if sinks_N is None:
+        return None
+    zeros_BN = jnp.zeros_like(q_BTNH[:, 0, :, 0], dtype=jnp.float32)
+    return sinks_N.astype(jnp.float32)[None] + zeros_BN
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BT: jax.Array,
+    sinks_BN: jax.Array | None,
     kind: jax.Array | None,
     static: _Static,
 ) -> jax.Array:
-    return _forward(q_BTNH, k_BSKH, v_BSKH, segments_BT, kind, static)[0]
+    return _forward(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_BN, kind, static)[0]
 
 
 def _of_kind(
@@ -107,28 +123,46 @@ def _forward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BT: jax.Array,
+    sinks_BN: jax.Array | None,
     kind: jax.Array | None,
     static: _Static,
 ) -> tuple[jax.Array, _Saved]:
     kv_heads = k_BSKH.shape[2]
     q = einops.rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=kv_heads)
     k, v = (einops.rearrange(x, "B S K H -> B K S H") for x in (k_BSKH, v_BSKH))
-    out, lse = _of_kind(_mixed, kind, static, q, k, v, segments_BT)
+    sinks = _grouped(sinks_BN, kv_heads)
+    out, lse = _of_kind(_mixed, kind, static, q, k, v, segments_BT, sinks)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    saved = _Saved(q, k, v, out, lse, segments_BT, kind)
+    saved = _Saved(q, k, v, out, lse, segments_BT, sinks, kind)
     return einops.rearrange(out, "B K G T H -> B T (K G) H"), saved
 
 
+def _grouped(sinks_BN: jax.Array | None, kv_heads: int) -> jax.Array | None:
+    """`[B, N] -> [B, K, G]`."""
+    if sinks_BN is None:
+        return None
+    return einops.rearrange(sinks_BN, "B (K G) -> B K G", K=kv_heads)
+
+
 def _mixed(
-    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments_BT: jax.Array,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed values `[B, K, G, T, H]` and the log-sum-exp of the scores `[B, K, G, T]`."""
+    """Mixed values `[B, K, G, T, H]` and the log-sum-exp of scores and sinks `[B, K, G, T]`."""
     outs, lses = [], []
     for block in _blocks(q.shape[3], static.window):
         scores = _scores(q, k, segments_BT, block, static)
         top = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            top = jnp.maximum(top, sinks[..., None, None])
         exps = jnp.exp(scores - top)
         total = exps.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(sinks[..., None, None] - top)
         mixed = _f32("BKGTS,BKSH->BKGTH", exps.astype(v.dtype), v[:, :, block.keys])
         outs.append((mixed / total).astype(q.dtype))
         lses.append((top + jnp.log(total))[..., 0])
@@ -137,19 +171,23 @@ def _mixed(
 
 def _backward(
     static: _Static, saved: _Saved, g_BTNH: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None, None]:
     g = einops.rearrange(g_BTNH, "B T (K G) H -> B K G T H", K=saved.k_BKSH.shape[1])
-    dq, dk, dv = _of_kind(_gradients, saved.kind, static, saved, g)
+    dq, dk, dv, d_sinks = _of_kind(_gradients, saved.kind, static, saved, g)
     dq = einops.rearrange(dq, "B K G T H -> B T (K G) H")
     dk, dv = (einops.rearrange(x, "B K S H -> B S K H") for x in (dk, dv))
-    return dq, dk, dv, None, None
+    if d_sinks is not None:
+        d_sinks = einops.rearrange(d_sinks, "B K G -> B (K G)")
+    return dq, dk, dv, None, d_sinks, None
 
 
 def _gradients(
     static: _Static, saved: _Saved, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v, out, lse, segments_BT, _ = saved
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    q, k, v, out, lse, segments_BT, sinks, _ = saved
     delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # Of the softmax's backward pass, p · (dp - Σ p dp), a sink has only the sum: it has no value.
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=-1)
     dqs = []
     dk, dv = (jnp.zeros_like(x, dtype=jnp.float32) for x in (k, v))
     for block in _blocks(q.shape[3], static.window):
@@ -167,7 +205,7 @@ def _gradients(
         dqs.append(_f32("BKGTS,BKSH->BKGTH", d_scores, k[:, :, keys]).astype(q.dtype))
         dk = dk.at[:, :, keys].add(_f32("BKGTS,BKGTH->BKSH", d_scores, q_b))
         dv = dv.at[:, :, keys].add(_f32("BKGTS,BKGTH->BKSH", probs.astype(g.dtype), g_b))
-    return jnp.concatenate(dqs, axis=3), dk.astype(q.dtype), dv.astype(q.dtype)
+    return jnp.concatenate(dqs, axis=3), dk.astype(q.dtype), dv.astype(q.dtype), d_sinks
 
 
 _attention.defvjp(_forward, _backward)
@@ -224,11 +262,17 @@ def cached_attention(
     scale: float,
     *,
     softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention for generation, over the slots of a cache that `mask` shows; not differentiated."""
     q = einops.rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BKSH.shape[1])
     scores = _capped_scores(q, k_BKSH, _Static(scale, softcap, (None,)))
     scores = jnp.where(mask_BTS[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
+    if sinks_N is not None:
+        sinks = einops.rearrange(sinks_N.astype(jnp.float32), "(K G) -> 1 K G 1 1", K=q.shape[1])
+        lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - jnp.logaddexp(lse, sinks)).astype(v_BKSH.dtype)
+    else:
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
     out = jnp.einsum("BKGTS,BKSH->BKGTH", weights, v_BKSH)
     return einops.rearrange(out, "B K G T H -> B T (K G) H")

@@ -4,6 +4,7 @@ A layer's tree says what it has: a bias, or norms of queries and keys, is used w
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,15 +28,19 @@ class Context(NamedTuple):
     Attributes:
       rotate: rotary positions of queries or keys `[B, T, N, H]`.
       mix: (q, k, v), rotated, to (mixed values `[B, T, N, H]`, what comes out besides). A layer
-        that shares keys and values gives None for both.
+        that shares keys and values gives None for both; one that has sinks gives `sinks_N` too.
       is_token_BT: which positions hold a token, and not padding.
       input_BTP: what the layer gets besides the activations, if the model has that.
     """
 
     rotate: Callable[[jax.Array], jax.Array]
-    mix: Callable[[jax.Array, jax.Array | None, jax.Array | None], tuple[jax.Array, Any]]
+    mix: Callable[..., tuple[jax.Array, Any]]
     is_token_BT: jax.Array
     input_BTP: jax.Array | None
+
+
+# As `mlp` is called.
+FeedForward = Callable[..., tuple[jax.Array, moe.RouterSums | None]]
 
 
 class Output(NamedTuple):
@@ -99,6 +104,12 @@ def attention_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.
     return infos | {name: norm(cfg, H, dtype) for name in norms}
 
 
+def sinks_infos(cfg: Config, dtype: str) -> trees.Tree:
+    """The sinks of attention, one score for each head `[L, N]`."""
+    shape = (cfg.num_hidden_layers, cfg.num_attention_heads)
+    return {"weight": ParamInfo(shape, dtype, ("layers", "heads"), "zeros")}
+
+
 def mlp_infos(cfg: Config, dtype: str) -> trees.Tree:
     """The three matrices of a gated MLP."""
     D, F = cfg.hidden_size, cfg.intermediate_size
@@ -114,7 +125,10 @@ def mlp_infos(cfg: Config, dtype: str) -> trees.Tree:
 
 
 def experts_infos(cfg: Config, dtype: str) -> trees.Tree:
-    """The three matrices of a gated MLP, `[L, E, in, out]`: one of each for every expert."""
+    """The three matrices of a gated MLP, `[L, E, in, out]`: one of each for every expert.
+
+    And their biases `[L, E, out]`, if they have them.
+    """
     assert cfg.experts is not None
     L, E, D, F = (
         cfg.num_hidden_layers,
@@ -127,22 +141,28 @@ def experts_infos(cfg: Config, dtype: str) -> trees.Tree:
         "up_proj": (D, F, ("embed", "mlp")),
         "down_proj": (F, D, ("mlp", "embed")),
     }
-    return {
-        name: {
-            "weight": ParamInfo(
-                (L, E, n_in, n_out), dtype, ("layers", "experts", *axes), contracting=-2
-            )
-        }
-        for name, (n_in, n_out, axes) in shapes.items()
-    }
+    infos: trees.Tree = {}
+    for name, (n_in, n_out, axes) in shapes.items():
+        lead = ("layers", "experts")
+        infos[name] = {"weight": ParamInfo((L, E, n_in, n_out), dtype, (*lead, *axes),
+                                           contracting=-2)}  # fmt: skip
+        if name in cfg.mlp_bias:
+            # As in `kernel`: what is added to the residual stream is whole.
+            bias_axis = None if axes[1] == "embed" else axes[1]
+            infos[name]["bias"] = ParamInfo((L, E, n_out), dtype, (*lead, bias_axis), "zeros")
+    return infos
+
+
+def router_infos(cfg: Config, dtype: str, *, bias: bool = False) -> trees.Tree:
+    """A router `[L, D, E]` and, if it has one, its bias `[L, E]`."""
+    assert cfg.experts is not None
+    router = kernel(cfg, cfg.hidden_size, cfg.experts.count, ("embed", None), dtype, bias=bias)
+    return router | {"weight": dataclasses.replace(router["weight"], is_router=True)}
 
 
 def moe_infos(cfg: Config, dtype: str) -> trees.Tree:
-    """A router `[L, D, E]`, called `gate`, and the experts."""
-    assert cfg.experts is not None
-    router = kernel(cfg, cfg.hidden_size, cfg.experts.count, ("embed", None), dtype)
-    weight = dataclasses.replace(router["weight"], is_router=True)
-    return {"gate": {"weight": weight}, "experts": experts_infos(cfg, dtype)}
+    """A router, called `gate`, and the experts."""
+    return {"gate": router_infos(cfg, dtype), "experts": experts_infos(cfg, dtype)}
 
 
 def pre_norm_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.Tree:
@@ -179,15 +199,17 @@ def pre_norm(
     context: Context,
     cfg: Config,
     dropout: layers.Dropout | None,
+    *,
+    feed_forward: FeedForward | None = None,
 ) -> Output:
-    """Attention and MLP, each with a norm before it."""
+    """Attention and MLP, each with a norm before it; `feed_forward` is in place of `mlp`."""
     with jax.named_scope("attention"):
         inner = normed(x_BTD, layer["input_layernorm"], cfg)
         out_BTD, mixed = attention(inner, layer["self_attn"], context, cfg, dropout)
         x_BTD = checkpoint_name(x_BTD + out_BTD, "after_attention")
     with jax.named_scope("mlp"):
         inner = normed(x_BTD, layer["post_attention_layernorm"], cfg)
-        out_BTD, router = mlp(inner, layer["mlp"], context, cfg, dropout)
+        out_BTD, router = (feed_forward or mlp)(inner, layer["mlp"], context, cfg, dropout)
         return Output(x_BTD + out_BTD, mixed, router)
 
 
@@ -219,7 +241,7 @@ def attention(
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> tuple[jax.Array, Any]:
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, and with sinks if the layer has them."""
     x_BTD = attn["q_proj"].parallel.spread(x_BTD)
     q, k, v = (
         einops.rearrange(
@@ -235,7 +257,10 @@ def attention(
     else:
         q = checkpoint_name(context.rotate(q), "attention_query")
         k = checkpoint_name(context.rotate(k), "attention_key")
-    out_BTNH, mixed = context.mix(q, k, checkpoint_name(v, "attention_value"))
+    sinks = {}
+    if "sinks" in attn:
+        sinks = {"sinks_N": attn["sinks"].gather(attn["sinks"].weight)}
+    out_BTNH, mixed = context.mix(q, k, checkpoint_name(v, "attention_value"), **sinks)
     joined = einops.rearrange(out_BTNH, "B T N H -> B T (N H)")
     return layers.linear(joined, attn["o_proj"], dropout), mixed
 
@@ -259,4 +284,5 @@ def mlp(
         return layers.gated_mlp(x_BTD, module, activation, dropout), None
     assert cfg.experts is not None
     routing, sums = moe.route(x_BTD, module["gate"], context.is_token_BT, cfg.experts, dropout)
-    return moe.experts(x_BTD, module["experts"], routing, activation, cfg.experts), sums
+    gated = functools.partial(layers.gated, activation=activation)
+    return moe.experts(x_BTD, module["experts"], routing, gated, cfg.experts), sums

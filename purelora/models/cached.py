@@ -90,6 +90,7 @@ def _mix(
     positions_BT: jax.Array,
     mask_BTS: jax.Array,
     cfg: Config,
+    sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Attention over a layer's part of a cache, into which its own keys and values go before."""
     if k_BTKH is not None and v_BTKH is not None:
@@ -105,5 +106,6 @@ def _mix(
         mask_BTS,
         cfg.attention_scale,
         softcap=cfg.attn_softcap,
+        sinks_N=sinks_N,
     )
     return out_BTNH, cache

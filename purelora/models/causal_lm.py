@@ -17,6 +17,7 @@ from purelora.models import (
     gemma2,
     gemma3,
     gemma4,
+    gpt_oss,
     layers,
     llama,
     mistral,
@@ -33,6 +34,7 @@ from purelora.models import (
 
 FAMILIES: tuple[decoder.Family, ...] = (
     llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, gemma4,
+    gpt_oss,
 )  # fmt: skip
 
 
@@ -98,9 +100,17 @@ class CausalLM:
     @functools.cached_property
     def layout(self) -> storage.Layout:
         """The tensors of a file of this family, where there is none to go by."""
-        experts = self.config.experts
-        convention = storage.NUMBERED if experts is None else experts.files
-        return self.layouts[convention]
+        return self.layouts[self._convention]
+
+    @property
+    def _convention(self) -> str:
+        """The family's own way to hold a mixture of experts in files."""
+        return storage.NUMBERED if self.config.experts is None else self.config.experts.files
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether in files the matrices of an expert that are one tensor alternate."""
+        return storage.CONVENTIONS[self._convention].is_interleaved
 
     def layout_of(self, held: Collection[str]) -> storage.Layout:
         """The tensors that a file must have which holds the tensors `held`."""
@@ -113,7 +123,7 @@ class CausalLM:
         """The ways in which files may hold the model, by the name of the convention."""
         return {
             convention + spelling: spelled
-            for convention in storage.CONVENTIONS
+            for convention in storage.beside(self._convention)
             for spelling, spelled in multimodal.spellings(
                 self.config, storage.layout(self.flat_infos, self.hf_names, convention)
             ).items()

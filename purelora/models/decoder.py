@@ -72,7 +72,7 @@ def axis_counts(cfg: Config) -> dict[str, int]:
 
 
 # Parameters that are no module's: in files their names end here, and not in `.weight`.
-_BARE = ("layer_scalar", "router.scale", "router.per_expert_scale")
+_BARE = ("layer_scalar", "router.scale", "router.per_expert_scale", "self_attn.sinks")
 
 
 def hf_names(cfg: Config, path: str) -> tuple[str, ...]:

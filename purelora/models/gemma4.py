@@ -6,6 +6,7 @@ besides the activations (`layer_inputs`); and beside the MLP there may be a mixt
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import einops
@@ -141,8 +142,8 @@ def _experts(
     own_BTK = scale_E.at[routing.ids_BTK].get(mode="clip")
     routing = routing._replace(factors_BTK=routing.factors_BTK * own_BTK)
     inner = blocks.normed(x_BTD, layer["pre_feedforward_layernorm_2"], cfg)
-    activation = blocks.ACTIVATIONS[cfg.hidden_act]
-    out_BTD = moe.experts(inner, layer["experts"], routing, activation, cfg.experts)
+    gated = functools.partial(layers.gated, activation=blocks.ACTIVATIONS[cfg.hidden_act])
+    out_BTD = moe.experts(inner, layer["experts"], routing, gated, cfg.experts)
     return blocks.normed(out_BTD, layer["post_feedforward_layernorm_2"], cfg), sums
 
 

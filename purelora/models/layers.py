@@ -211,6 +211,13 @@ def cache_mask(positions_BT: jax.Array, length: int, window: int | None = None) 
     return seen if window is None else seen & (slots > positions - window)
 
 
+def gated(
+    gate: jax.Array, up: jax.Array, *, activation: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """`activation(gate) · up`."""
+    return activation(gate) * up
+
+
 def gated_mlp(
     x_BTD: jax.Array,
     mlp: trees.Tree,
@@ -221,4 +228,5 @@ def gated_mlp(
     x_BTD = mlp["gate_proj"].parallel.spread(x_BTD)
     gate_BTF = checkpoint_name(linear(x_BTD, mlp["gate_proj"], dropout), "mlp_gate")
     up_BTF = checkpoint_name(linear(x_BTD, mlp["up_proj"], dropout), "mlp_up")
-    return linear(activation(gate_BTF) * up_BTF, mlp["down_proj"], dropout)
+    inner_BTF = gated(gate_BTF, up_BTF, activation=activation)
+    return linear(inner_BTF, mlp["down_proj"], dropout)

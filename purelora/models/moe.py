@@ -130,20 +130,20 @@ def experts(
     x_BTD: jax.Array,
     module: trees.Tree,
     routing: Routing,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
     cfg: Experts,
 ) -> jax.Array:
     """Sum of the outputs of each token's experts, gated MLPs, times their factors: `[B, T, D]`.
 
     Where devices hold different experts, each gets the tokens of all, computes what goes to its
-    own, and gets back the sums of its own tokens.
+    own, and gets back the sums of its own tokens. `gated` makes one of what `gate_proj` and
+    `up_proj` give.
     """
     gate, up, down = (module[name] for name in ("gate_proj", "up_proj", "down_proj"))
     exchange = gate.exchange
     count = cfg.count // exchange.ways
-    x_BTD, factors_BTK = gate.parallel.spread(
-        (exchange.gather(x_BTD), exchange.gather(routing.factors_BTK))
-    )
+    whole_BTD, whole_BTK = exchange.gather(x_BTD), exchange.gather(routing.factors_BTK)
+    x_BTD, factors_BTK = gate.parallel.spread((whole_BTD, whole_BTK))
     ids_A = exchange.gather(routing.ids_BTK).reshape(-1) - exchange.first(count)
     tile = grouped.tile_size(ids_A.shape[0], cfg.count)
     groups = grouped.group(ids_A, count, tile)
@@ -153,13 +153,35 @@ def experts(
     # The factors of the outputs, put before the last product, which is linear: the gradient of a
     # factor then needs no output, which would have to be kept or computed again.
     factors_R1 = grouped.dispatch(factors_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
-    out_RD = _linear(activation(gate_RF) * up_RF * factors_R1, down, groups)
+    out_RD = _product(gated(gate_RF, up_RF) * factors_R1, down, groups)
     out_AD = grouped.collect(out_RD, groups)
     out_BTD = out_AD.reshape(*x_BTD.shape[:2], cfg.per_token, -1).sum(axis=2)
-    return exchange.sum_scatter(down.parallel.collect(out_BTD))
+    out_BTD = down.parallel.collect(out_BTD)
+    if down.bias is not None:
+        ids_BTK = ids_A.reshape(whole_BTK.shape)
+        out_BTD = out_BTD + _biases(ids_BTK, whole_BTK, down.bias).astype(out_BTD.dtype)
+    return exchange.sum_scatter(out_BTD)
+
+
+def _biases(ids_BTK: jax.Array, factors_BTK: jax.Array, bias_ED: jax.Array) -> jax.Array:
+    """Sum of the biases of each token's experts times their factors: `[B, T, D]` float32.
+
+    Not in the sorted rows, where each device that has a part of the sums would add them.
+    """
+    chosen_BTKE = jax.nn.one_hot(ids_BTK, bias_ED.shape[0], dtype=jnp.float32)
+    factors_BTE = jnp.einsum("BTKE,BTK->BTE", chosen_BTKE, factors_BTK)
+    return jnp.einsum("BTE,ED->BTD", factors_BTE, bias_ED.astype(jnp.float32))
 
 
 def _linear(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> jax.Array:
+    """`x W + b + scaling · (x A) B` of each sorted row, with what is of its expert."""
+    y_RN = _product(x_RK, module, groups)
+    if module.bias is None:
+        return y_RN
+    return y_RN + grouped.of_groups(module.bias, groups).astype(y_RN.dtype)
+
+
+def _product(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> jax.Array:
     """`x W + scaling · (x A) B` of each sorted row, with the matrices of its expert."""
     assert module.contracting == -2, module.name
     if module.frozen and module.keep_gathered:

@@ -27,6 +27,19 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
+class Clamp:
+    """Of a gated activation whose parts are kept within limits; see `gpt_oss`.
+
+    Attributes:
+      alpha: factor of what the gate's sigmoid is of.
+      limit: the most that gate and `up_proj` count, and of the latter the least, negative.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """The mixture of experts in place of an MLP.
 
@@ -37,6 +50,7 @@ class Experts:
       is_normalised: whether a token's factors of its experts sum to 1.
       files: how the family's files hold them, if there is no file to see it from; one of
         `storage.CONVENTIONS`.
+      clamp: of their activation, if it has one.
     """
 
     count: int
@@ -44,6 +58,7 @@ class Experts:
     intermediate_size: int
     is_normalised: bool = True
     files: str = storage.NUMBERED
+    clamp: Clamp | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +96,7 @@ class Config:
     Attributes:
       layer_kinds: how each layer attends.
       attention_scale: factor of the scores.
-      attention_bias, mlp_bias: names of the modules that have a bias.
+      attention_bias, mlp_bias: names of the modules that have a bias; those of experts too.
       norm_offset: what the stored weights of norms are less than their factors.
       attn_softcap, final_softcap: c in c·tanh(x / c) of the scores and of the logits; None: as is.
       embedding_scale: factor of the embeddings.
@@ -158,9 +173,11 @@ class Reader:
         self.check(False, name, value, "is missing" if value is None else "is not a size")
         return 1
 
-    def positive(self, name: str) -> float:
-        """A positive number."""
+    def positive(self, name: str, absent: float | None = None) -> float:
+        """A positive number; `absent` is what leaving the field out means, if it may be."""
         value = self.fields.get(name)
+        if value is None and absent is not None:
+            return absent
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30:
             return float(value)
         self.check(False, name, value, "is missing" if value is None else "is not a number > 0")

@@ -48,12 +48,12 @@ def mixing(
     """
 
     def mixed(
-        q: jax.Array, k: jax.Array | None, v: jax.Array | None
+        q: jax.Array, k: jax.Array | None, v: jax.Array | None, **more: jax.Array
     ) -> tuple[jax.Array, KeysValues | None]:
         if k is None or v is None:
             assert shared is not None
-            return mix(q, *shared), None
-        return mix(q, k, v), (k, v) if keeps else None
+            return mix(q, *shared, **more), None
+        return mix(q, k, v, **more), (k, v) if keeps else None
 
     return mixed
 

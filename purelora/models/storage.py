@@ -1,10 +1,11 @@
 """Where the layers of a model's leaves lie in the tensors of its files.
 
 Most leaves are one tensor for each layer, `[out, in]` where the leaf is `[in, out]`. Files hold the
-experts of a layer in one of two ways, here for `layers.mlp.experts.up_proj.weight` [L, E, D, F]:
+experts of a layer in one of these ways, here for `layers.mlp.experts.up_proj.weight` [L, E, D, F]:
 
     each by itself   model.layers.3.mlp.experts.5.up_proj.weight   [F, D]
     joined           model.layers.3.mlp.experts.gate_up_proj       [E, 2 F, D], up in the last rows
+    interleaved      model.layers.3.mlp.experts.gate_up_proj       [E, D, 2 F], up in odd columns
 
 All that reads or writes weights goes through a `Layout`: the tensors, and the parts of leaves in
 each of them. Which layout a file has is seen from the names of its tensors.
@@ -32,6 +33,7 @@ class Part:
       tensor: name of the tensor.
       box: the part of the tensor that it is.
       is_transposed: whether that is the other way round than the leaf.
+      is_joined: whether the tensor holds all experts, along its first dimension.
     """
 
     leaf: str
@@ -40,6 +42,7 @@ class Part:
     tensor: str
     box: Box
     is_transposed: bool
+    is_joined: bool = False
 
     @property
     def module(self) -> str:
@@ -51,14 +54,39 @@ class Part:
         """The number of the expert, if it is of one."""
         return self.index[1] if len(self.index) > 1 else None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part as the file has it."""
+        sizes = tuple(len(range(one.start, one.stop, one.step or 1)) for one in self.box)
+        return sizes[1:] if self.is_joined else sizes
+
     def within(self, box: Box) -> Box:
         """`box`, of the part itself as the file has it, as a box of the tensor."""
         outer, inner = self.box[: -len(box)], zip(self.box[-len(box) :], box, strict=True)
-        return outer + tuple(slice(a.start + b.start, a.start + b.stop) for a, b in inner)
+        return outer + tuple(_within(a, b) for a, b in inner)
 
     def put(self, tensor: np.ndarray, values: np.ndarray) -> None:
         """Writes `values`, as the leaf has them, to their place in a tensor."""
         tensor[self.box] = values.T if self.is_transposed else values
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """The numbers `inner` of those in `outer`; only `outer` may leave numbers out."""
+    if outer.step is None:
+        return slice(outer.start + inner.start, outer.start + inner.stop)
+    first, last = (outer.start + outer.step * i for i in (inner.start, inner.stop - 1))
+    return slice(first, last + 1, outer.step)
+
+
+def hull(box: Box) -> Box:
+    """The box with what it leaves out: whole turns of what alternates, which lie side by side."""
+    steps = [(one, one.step or 1) for one in box]
+    return tuple(slice(one.start // n * n, -(-one.stop // n) * n) for one, n in steps)
+
+
+def steps(box: Box) -> Box:
+    """What of its hull a box takes."""
+    return tuple(slice(one.start % one.step if one.step else None, None, one.step) for one in box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,23 +120,41 @@ class Convention:
       matrices: the matrices of an expert that one of its tensors holds one after the other, by its
         name of that tensor.
       has_numbers: whether each expert has tensors of its own.
+      is_interleaved: whether the matrices of one tensor alternate, row by row or, since they are
+        then not transposed, column by column; and their biases, element by element.
     """
 
     block: str
     matrices: Mapping[str, tuple[str, ...]]
     has_numbers: bool
+    is_interleaved: bool = False
 
 
 _ALONE = ("gate_proj", "up_proj", "down_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-NUMBERED, MIXTRAL, FUSED = "numbered", "mixtral", "fused"
+NUMBERED, MIXTRAL, FUSED, GPT_OSS = "numbered", "mixtral", "fused", "gpt_oss"
+_JOINED = {"gate_up_proj": _GATE_UP, "down_proj": ("down_proj",)}
 CONVENTIONS: Mapping[str, Convention] = {
     NUMBERED: Convention("mlp", {name: (name,) for name in _ALONE}, True),
     MIXTRAL: Convention(
         "block_sparse_moe", {"w1": ("gate_proj",), "w3": ("up_proj",), "w2": ("down_proj",)}, True
     ),
-    FUSED: Convention("mlp", {"gate_up_proj": _GATE_UP, "down_proj": ("down_proj",)}, False),
+    FUSED: Convention("mlp", _JOINED, False),
+    GPT_OSS: Convention("mlp", _JOINED, False, is_interleaved=True),
 }
+
+
+def beside(convention: str) -> tuple[str, ...]:
+    """The conventions that files of a family may follow whose own is `convention`.
+
+    Tensors that are interleaved cannot be told from others by their names.
+    """
+    is_alone = CONVENTIONS[convention].is_interleaved
+    return tuple(
+        name
+        for name, other in CONVENTIONS.items()
+        if name == convention or not (is_alone or other.is_interleaved)
+    )
 
 
 def layout(
@@ -152,17 +198,26 @@ def _experts(
     """The experts of one layer of a leaf; adds the shapes of their tensors."""
     around, _, rest = name.rpartition(".experts.")
     around = f"{around[: -len('mlp')]}{naming.block}" if around.endswith(".mlp") else around
-    matrix = rest.removesuffix(".weight")
+    matrix, _, kind = rest.rpartition(".")
     own, joined = next((o, all_) for o, all_ in naming.matrices.items() if matrix in all_)
-    count, rows, columns = info.file_shape
-    first = joined.index(matrix) * rows
-    inner: Box = (slice(first, first + rows), slice(0, columns))
-    for expert in range(count):
-        tensor, box = f"{around}.experts.{own}", inner
-        shape: tuple[int, ...] = (len(joined) * rows, columns)
+    is_transposed = info.is_transposed and not naming.is_interleaved
+    size = info.file_shape if is_transposed else info.shape[1:]
+    # Outputs are rows of what is transposed, and else the last dimension.
+    dim = 1 if is_transposed else len(size) - 1
+    tensor_size = [*size[1:dim], len(joined) * size[dim], *size[dim + 1 :]]
+    place, count = joined.index(matrix), len(joined)
+    inner = [slice(0, length) for length in size[1:]]
+    inner[dim - 1] = slice(place * size[dim], (place + 1) * size[dim])
+    if naming.is_interleaved and count > 1:
+        last = place + count * (size[dim] - 1)
+        inner[dim - 1] = slice(place, last + 1, count)
+    for expert in range(size[0]):
         if naming.has_numbers:
-            tensor = f"{around}.experts.{expert}.{own}.weight"
+            tensor, box = f"{around}.experts.{expert}.{own}.{kind}", tuple(inner)
+            shapes[tensor] = tuple(tensor_size)
         else:
-            box, shape = (slice(expert, expert + 1), *inner), (count, *shape)
-        shapes[tensor] = shape
-        yield Part(path, (*index, expert), name, tensor, box, info.is_transposed)
+            tensor = f"{around}.experts.{own}" + ("" if kind == "weight" else f"_{kind}")
+            box = (slice(expert, expert + 1), *inner)
+            shapes[tensor] = (size[0], *tensor_size)
+        is_joined = not naming.has_numbers
+        yield Part(path, (*index, expert), name, tensor, box, is_transposed, is_joined)

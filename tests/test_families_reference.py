@@ -181,7 +181,13 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
 
     def loss(trainable):
         total = attached.model.losses(
-            trainable, made.base, batch, execution=how, shards=params.NO_SHARDS, dropout=None
+            trainable,
+            made.base,
+            batch,
+            execution=how,
+            shards=params.NO_SHARDS,
+            dropout=None,
+            pool_router=False,
         )
         return total.xent / weights.sum()
 
@@ -217,7 +223,7 @@ def test_load_balancing_loss_of_transformers(made):
     batch = step.Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
     how = causal_lm.Execution(jnp.float32, True, False, 16)
     forward = causal_lm.make_forward(
-        made.model, how, params.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, is_pooled=True)
+        made.model, how, params.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, 0.0, is_pooled=True)
     )
     rows = {"rows_B": jnp.arange(2), "row_weight": weights.sum() / 2}
     total, found = jax.jit(lambda: forward({}, made.base, batch, key=None, **rows))()

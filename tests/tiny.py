@@ -208,7 +208,7 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()  # Of the adapters' settings.
     model: tuple[tuple[str, Any], ...] = ()  # Of the config.json.
     rules: tuple[str, ...] = ()  # In place of the usual ones.
-    router: moe.RouterLossWeights = moe.UNWEIGHTED
+    router: moe.RouterLossWeights = moe.RouterLossWeights(0.0, 0.0, is_pooled=False)
 
     @property
     def heads(self) -> dict[str, int]:

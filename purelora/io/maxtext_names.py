@@ -249,12 +249,11 @@ def family(config: Mapping[str, Any], where: str) -> Family:
     Raises:
       ModelError: MaxText's checkpoints of its architecture are not read.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = reading.architecture(config)
     if not isinstance(name, str) or name not in FAMILIES:
         what = "is an architecture whose MaxText checkpoints are not read"
         remedy = f"known: {', '.join(FAMILIES)}"
-        raise errors.ModelError(f"{where}: architectures", names, what, remedy)
+        raise errors.ModelError(f"{where}: architectures", name, what, remedy)
     return FAMILIES[name]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,18 +51,6 @@ class Execution:
     scan_layers: bool
     remat: bool
     chunk_tokens: int
-
-
-class Losses(NamedTuple):
-    """Of one micro-batch; `step.Losses` says more.
-
-    Attributes:
-      xent: weighted sum of the token losses.
-      router: losses of the routing, sums over rows; None without experts.
-    """
-
-    xent: jax.Array
-    router: moe.RouterLosses | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,8 +185,8 @@ class CausalLM:
         execution: Execution,
         shards: params.Shards,
         dropout: layers.Dropout | None,
-        pool_router: bool = False,
-    ) -> Losses:
+        pool_router: bool,
+    ) -> loss.Losses:
         """The losses of one micro-batch of `[B, T]` arrays; `pool_router`: see `moe.losses`."""
         bound = self.bind(base, trainable, shards)
         inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
@@ -220,8 +208,8 @@ class CausalLM:
             dropout=dropout,
         )
         if sums is None:
-            return Losses(xent, None)
-        return Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
+            return loss.Losses(xent, None)
+        return loss.Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
 
     def hidden(
         self, bound: trees.Tree, inputs: layers.Inputs, **how: Any
@@ -278,8 +266,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     Raises:
       ModelError: an architecture that no family knows, or a missing or wrong field.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = reading.architecture(config)
     for family in FAMILIES:
         if name in family.ARCHITECTURES:
             family_config = family.from_hf(config, where)
@@ -287,7 +274,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
             return CausalLM(family, family_config, infos, targets.Adaptation())
     known = ", ".join(a for family in FAMILIES for a in family.ARCHITECTURES)
     raise errors.ModelError(
-        f"{where}: architectures", names, "is not a model that purelora knows", f"known: {known}"
+        f"{where}: architectures", name, "is not a model that purelora knows", f"known: {known}"
     )
 
 
@@ -296,9 +283,17 @@ def make_forward(
     execution: Execution,
     shards: params.Shards,
     dropout_rate: float,
-    router: moe.RouterLossWeights = moe.UNWEIGHTED,
+    router: moe.RouterLossWeights,
 ) -> Any:
-    """The `step.Forward` of a model: what one micro-batch adds to the loss."""
+    """The `step.Forward` of a model: what one micro-batch adds to the loss.
+
+    Args:
+      model: the model, with its adapters.
+      execution: how it is computed.
+      shards: how its leaves are split over the devices.
+      dropout_rate: probability of dropping an element of an adapter's input.
+      router: coefficients of the router's losses.
+    """
 
     def forward(
         trainable: trees.Tree,
@@ -308,11 +303,11 @@ def make_forward(
         key: jax.Array | None,
         rows_B: jax.Array,
         row_weight: jax.Array,
-    ) -> tuple[jax.Array, Losses]:
+    ) -> tuple[jax.Array, loss.Losses]:
         dropout = None
         if key is not None and dropout_rate > 0:
             dropout = layers.Dropout(key, rows_B, dropout_rate)
-        found = model.losses(
+        losses = model.losses(
             trainable,
             base,
             batch,
@@ -321,8 +316,8 @@ def make_forward(
             dropout=dropout,
             pool_router=router.is_pooled,
         )
-        if found.router is None:
-            return found.xent, found
-        return found.xent + row_weight * moe.objective(found.router, router), found
+        if losses.router is None:
+            return losses.xent, losses
+        return losses.xent + row_weight * moe.objective(losses.router, router), losses
 
     return forward

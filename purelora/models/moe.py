@@ -67,12 +67,9 @@ class RouterLossWeights:
       is_pooled: take the statistics over all layers and rows together, as transformers does.
     """
 
-    balance: float = 0.0
-    z: float = 0.0
-    is_pooled: bool = False
-
-
-UNWEIGHTED = RouterLossWeights()
+    balance: float
+    z: float
+    is_pooled: bool
 
 
 def losses(sums: RouterSums, is_token_BT: jax.Array, *, is_pooled: bool) -> RouterLosses:
@@ -162,11 +159,9 @@ def experts(
 def _linear(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> jax.Array:
     """`x W + scaling · (x A) B` of each sorted row, with the matrices of its expert."""
     assert module.contracting == -2, module.name
-    if module.frozen and module.keep_gathered:
-        gathered = checkpoint_name(module.gather(module.weight), "gathered")
-        y_RN = grouped.frozen_dot(x_RK, gathered, groups, params.whole)
-    elif module.frozen:
-        y_RN = grouped.frozen_dot(x_RK, module.weight, groups, module.gather)
+    if module.frozen:
+        shard, gather = module.frozen_operand
+        y_RN = grouped.frozen_dot(x_RK, shard, groups, gather)
     else:
         y_RN = grouped.dot(x_RK, module.gather(module.weight), groups)
     if module.lora_a is None or module.lora_b is None or module.scaling is None:

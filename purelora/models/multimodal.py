@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from purelora import errors
-from purelora.models import stacks
+from purelora.models import reading, stacks
 from purelora.models.reading import Config
 from purelora.models.storage import Layout
 
@@ -50,7 +50,8 @@ def text_of(config: Mapping[str, Any], where: str, absent: Mapping[str, Any]) ->
     Raises:
       ModelError: the nested config is missing.
     """
-    if not str(config.get("architectures")).rstrip("'])").endswith(_NESTED):
+    name = reading.architecture(config)
+    if not (isinstance(name, str) and name.endswith(_NESTED)):
         return Text(config, where, "model")
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):

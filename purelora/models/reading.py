@@ -131,6 +131,12 @@ class Config:
         return tuple(kinds.index(kind) for kind in self.layer_kinds)
 
 
+def architecture(config: Mapping[str, Any]) -> Any:
+    """The first name in a config.json's `architectures`, unchecked; None if there is none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else names
+
+
 class Reader:
     """Reads fields of a config.json and collects what is wrong with them.
 

@@ -150,8 +150,8 @@ def experts(
 
     An expert is a gated MLP. Under expert parallelism each device gathers the tokens of all
     devices, computes those that are sent to its own experts, and a reduce-scatter returns to each
-    device the sums of its own tokens. A row A of the sorted products is a token and one of its
-    experts.
+    device the sums of its own tokens. Here A counts the pairs of a token and one of its experts,
+    and R the same pairs sorted by expert.
     """
     gate, up, down = (module[name] for name in ("gate_proj", "up_proj", "down_proj"))
     exchange = gate.exchange

@@ -118,7 +118,7 @@ def test_layers_may_be_asked_for_in_any_order_and_few_stacks_are_kept():
     names = list(read.shapes())
     for name in np.random.default_rng(0).permutation(names):
         np.testing.assert_array_equal(read.read(name).array, opened("gemma3").read(name).array)
-        assert len(read.stacks._kept) <= 6
+        assert len(read.layers._kept) <= 6
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "mixtral", "qwen3-moe"])
@@ -134,7 +134,7 @@ def test_a_stack_is_read_once_and_not_kept_beyond_its_last_layer(name, monkeypat
     for parts in read.model.layout.parts.values():  # As a base is loaded.
         for part in parts:
             read.read(part.tensor)
-        assert not read.stacks._kept
+        assert not read.layers._kept
     assert set(counts.values()) == {1}
 
 
@@ -188,7 +188,7 @@ def test_layers_that_are_stored_apart_are_read_apart(tmp_path):
     read = maxtext.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
     for name in read.shapes():
         np.testing.assert_array_equal(read.read(name).array, opened("llama-axis1").read(name).array)
-        assert not read.stacks._kept
+        assert not read.layers._kept
 
 
 # ---- adapters ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Layers with a cache, for generation: `decoder.hidden` for a few tokens after those before."""
+"""Generation with a cache of keys and values: `decoder.hidden` for the newest tokens alone."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from purelora.models.reading import Config
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions so far, `[L, B, K, S, H]` each; slot s holds position s."""
+    """Keys and values of a stack's layers, `[L, B, K, S, H]` each; slot s holds position s."""
 
     k: jax.Array
     v: jax.Array
@@ -41,7 +41,20 @@ def hidden(
     *,
     dtype: Any,
 ) -> tuple[jax.Array, Caches]:
-    """`decoder.hidden` with caches: reads them, and writes the slots at `positions_BT`."""
+    """`decoder.hidden` with caches.
+
+    Args:
+      family: the model's family.
+      cfg: the model.
+      bound: parameters from `params.bind`.
+      tokens_BT: the new tokens.
+      positions_BT: their positions: the slots that are written.
+      caches: from `empty`, or from the call before.
+      dtype: dtype of the activations.
+
+    Returns:
+      The activations before the head, `[B, T, D]`; and the caches with the new keys and values.
+    """
     length = caches[0].k.shape[3]
     masks = {k: layers.cache_mask(positions_BT, length, k.window) for k in cfg.kinds}
     angles, groups = decoder.angles_of(cfg, positions_BT), stacks.of(cfg)
@@ -91,7 +104,10 @@ def _mix(
     mask_BTS: jax.Array,
     cfg: Config,
 ) -> tuple[jax.Array, Cache]:
-    """Attention over a layer's part of a cache, into which its own keys and values go before."""
+    """Writes a layer's new keys and values, if it has any, to a cache, and attends to the cache.
+
+    `index` is the position in the cache of the layer whose keys and values are used.
+    """
     if k_BTKH is not None and v_BTKH is not None:
         rows = jnp.arange(positions_BT.shape[0])[:, None]
         cache = Cache(

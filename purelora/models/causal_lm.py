@@ -85,20 +85,20 @@ class CausalLM:
 
     @functools.cached_property
     def layout(self) -> storage.Layout:
-        """The tensors of a file of this family, where there is none to go by."""
+        """The layout in which this family's models are published, for when no file is at hand."""
         experts = self.config.experts
         convention = storage.NUMBERED if experts is None else experts.files
         return self.layouts[convention]
 
     def layout_of(self, held: Collection[str]) -> storage.Layout:
-        """The tensors that a file must have which holds the tensors `held`."""
+        """The layout of a file that holds the tensors `held`: the one with most names in common."""
         return max(
             self.layouts.values(), key=lambda layout: sum(name in held for name in layout.shapes)
         )
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, storage.Layout]:
-        """The ways in which files may hold the model, by the name of the convention."""
+        """The layouts that files of the model may have, by convention and spelling of the names."""
         return {
             convention + spelling: spelled
             for convention in storage.CONVENTIONS
@@ -108,12 +108,12 @@ class CausalLM:
         }
 
     def left_out(self, held: Iterable[str]) -> list[str]:
-        """Which of the tensors `held` a file may have although this model does not use them."""
+        """Those of the tensors `held` that a file may have although the model does not use them."""
         return [name for name in held if multimodal.is_left_out(self.config, name)]
 
     @property
     def layer_configs(self) -> list[reading.Config]:
-        """Of each layer, the config of its stack."""
+        """For each layer of the model, in order, the config of its stack."""
         groups = stacks.of(self.config)
         return [groups[number].cfg for number in stacks.numbers(groups)]
 
@@ -124,7 +124,7 @@ class CausalLM:
 
     @property
     def axis_counts(self) -> Mapping[str, int]:
-        """Of logical axes whose elements belong together in groups: how many groups there are."""
+        """How many heads each logical axis of heads holds; see `decoder.axis_counts`."""
         return decoder.axis_counts(self.config)
 
     @property
@@ -187,7 +187,17 @@ class CausalLM:
         dropout: layers.Dropout | None,
         pool_router: bool,
     ) -> loss.Losses:
-        """The losses of one micro-batch of `[B, T]` arrays; `pool_router`: see `moe.losses`."""
+        """The losses of one micro-batch.
+
+        Args:
+          trainable: the trained leaves.
+          base: the frozen ones.
+          batch: a `step.Batch` of `[B, T]` arrays.
+          execution: how the model is computed.
+          shards: how the leaves are split over the devices.
+          dropout: dropout on the adapters' inputs; None outside training.
+          pool_router: as `is_pooled` of `moe.losses`.
+        """
         bound = self.bind(base, trainable, shards)
         inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
         x_BTD, sums = self.hidden(
@@ -214,11 +224,11 @@ class CausalLM:
     def hidden(
         self, bound: trees.Tree, inputs: layers.Inputs, **how: Any
     ) -> tuple[jax.Array, moe.RouterSums | None]:
-        """The activations before the head, `[B, T, D]`, and more; see `decoder.hidden`."""
+        """The activations before the head, `[B, T, D]`, and router statistics; `decoder.hidden`."""
         return decoder.hidden(self.family, self.config, bound, inputs, **how)
 
     def head_logits(self, x: jax.Array, bound: trees.Tree, dtype: Any) -> jax.Array:
-        """Logits `[..., V]` in `dtype` of what `hidden` gives, `[..., D]`."""
+        """Logits `[..., V]` in `dtype` from activations `x`, `[..., D]`, that `hidden` returned."""
         logits = layers.adapted(x, x, decoder.head(bound), dtype)
         return layers.softcapped(logits, self.config.final_softcap)
 

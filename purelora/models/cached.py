@@ -1,6 +1,7 @@
 """Generation with a cache of keys and values: `decoder.hidden` for the newest tokens alone."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,34 +42,22 @@ def hidden(
     *,
     dtype: Any,
 ) -> tuple[jax.Array, Caches]:
-    """`decoder.hidden` with caches.
+    """`decoder.hidden` for the tokens that come after those in the caches.
 
-    Args:
-      family: the model's family.
-      cfg: the model.
-      bound: parameters from `params.bind`.
-      tokens_BT: the new tokens.
-      positions_BT: their positions: the slots that are written.
-      caches: from `empty`, or from the call before.
-      dtype: dtype of the activations.
+    Their keys and values are written to the slots at `positions_BT`.
 
     Returns:
-      The activations before the head, `[B, T, D]`; and the caches with the new keys and values.
+      The activations before the head, `[B, T, D]`; and the updated caches.
     """
     length = caches[0].k.shape[3]
     masks = {k: layers.cache_mask(positions_BT, length, k.window) for k in cfg.kinds}
     angles, groups = decoder.angles_of(cfg, positions_BT), stacks.of(cfg)
-    owners = [number for number, stack in enumerate(groups) if not stack.cfg.shares_keys]
 
     def body(
         carry: tuple[jax.Array, Caches], layer: scan.Layer, kind: scan.Kind, number: int
     ) -> tuple[tuple[jax.Array, Caches], None]:
         (x_BTD, caches), own = carry, groups[number].cfg
-        owner, index = number, layer.position
-        if own.shares_keys:
-            owner, last = sharing.owner(groups, own.kinds[0])
-            index = jnp.int32(last)
-        place = owners.index(owner)
+        place, index = _place(groups, number, layer.position)
         context = blocks.Context(
             rotate=functools.partial(layers.rope, angles=decoder.of_kind(own, kind, angles)),
             mix=functools.partial(
@@ -91,6 +80,21 @@ def hidden(
     # Carried, a cache is written in place; scanned over, all of it would be copied each token.
     (x_BTD, caches), _ = scan.run(body, (x_BTD, caches), groups, own_stacks, given=given, scan=True)
     return blocks.normed(x_BTD, bound["norm"], cfg), caches
+
+
+def _place(
+    groups: Sequence[stacks.Stack], number: int, position: jax.Array
+) -> tuple[int, jax.Array]:
+    """Index of the cache that a layer uses, and position in it of the layer whose keys these are.
+
+    The layer is at `position` in the stack with index `number`.
+    """
+    own = groups[number].cfg
+    if own.shares_keys:
+        number, last = sharing.owner(groups, own.kinds[0])
+        position = jnp.int32(last)
+    owners = [n for n, stack in enumerate(groups) if not stack.cfg.shares_keys]
+    return owners.index(number), position
 
 
 def _mix(

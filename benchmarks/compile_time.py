@@ -29,7 +29,7 @@ LIMIT = 1.2
 
 
 class Cost(NamedTuple):
-    """Of one compilation."""
+    """What one compilation costs; see the module's docstring."""
 
     trace_secs: float
     compile_secs: float
@@ -70,9 +70,9 @@ def main() -> None:
 
 
 def compared(shape: str, scan: bool, layers: list[int], repeats: int) -> list[str]:
-    """Prints a line for each number of layers, and the last beside the first; what is wrong."""
+    """Prints a line for each number of layers and one of ratios; returns what is wrong, if any."""
     steps = {number: lowering(shape, scan, number) for number in layers}
-    # The first compilation of a process loads what all need, and is not counted.
+    # The first compilation of a process also pays for imports and initialisation: not counted.
     compiled(lowering(shape, scan, 2))
     taken: dict[int, list[Cost]] = {number: [] for number in layers}
     for _ in range(repeats):

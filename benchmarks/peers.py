@@ -1,7 +1,8 @@
 """Other libraries' trainers for benchmarks/trainers.py: Tunix's and MaxText's.
 
-Each function gives a way to take the next step on the batches that purelora's run made. Nothing of
-a peer is imported before its way is asked for.
+Each of `tunix`, `maxtext` and `maxtext_on_tunix` sets a trainer up and returns it as a `Way`, whose
+`step` trains on the next of the batches that purelora's run made. A library is imported only when
+its way is asked for.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ from unittest import mock
 
 
 class Way(NamedTuple):
-    """A trainer that is ready.
+    """A trainer that is ready to run.
 
     Attributes:
-      step: takes the next step; gives its loss and, of a mixture, the load-balancing loss over the
-        experts of a token.
+      step: takes the next step and returns its loss; and for a mixture of experts the
+        load-balancing loss divided by the number of experts of a token, else None.
       adapters: how many parameters are trained.
     """
 
@@ -28,16 +29,18 @@ class Way(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What all ways do.
+    """What all trainers do.
 
     Attributes:
-      shape: name of the file in configs/shapes.
-      sizes: its keys.
-      rank, alpha, tile: of the adapters and of the int8 base.
+      shape: name of the file in configs/shapes/small.
+      sizes: the contents of that file.
+      rank: rank of the adapters.
+      alpha: their lora_alpha.
+      tile: tile size of the int8 base.
       rate: learning rate.
-      balance: weight of the load-balancing loss.
+      balance: coefficient of the load-balancing loss.
       remat: "none" or "full".
-      devices: how many, all along fsdp; a row each.
+      devices: number of devices, all along fsdp; each gets one row.
       length: tokens of a row.
       folder: where a peer may write.
     """
@@ -137,59 +140,68 @@ def _optimiser(task: Task, optax: Any) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(task.rate, weight_decay=0.0))
 
 
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
 def _tunix_model(task: Task) -> tuple[Callable[[Any], Any], tuple[str, ...]]:
     """Tunix's model of the task's shape, from its Rngs, and names of the modules to adapt."""
-    c = task.sizes
-    mlp = ("gate_proj", "up_proj", "down_proj")
     if task.shape.startswith("llama3"):
-        from tunix.models.llama3 import model as llama3
-
-        llama = llama3.ModelConfig(
-            num_layers=c["num_hidden_layers"],
-            vocab_size=c["vocab_size"],
-            embed_dim=c["hidden_size"],
-            hidden_dim=c["intermediate_size"],
-            num_heads=c["num_attention_heads"],
-            num_kv_heads=c["num_key_value_heads"],
-            head_dim=c["head_dim"],
-            rope_theta=int(c["rope_theta"]),
-            norm_eps=c["rms_norm_eps"],
-            remat_config=_remat(task, llama3),
-        )
-        names = ("q_proj", "k_proj", "v_proj", "o_proj", *mlp)
-        return lambda rngs: llama3.Llama3(llama, rngs=rngs), names
+        return _tunix_llama3(task)
     if task.shape.startswith("gemma4"):
-        from tunix.models.gemma4 import model as gemma4
-
-        gemma = gemma4.ModelConfig(
-            num_layers=c["num_hidden_layers"],
-            num_embed=c["vocab_size"],
-            embed_dim=c["hidden_size"],
-            hidden_dim=c["intermediate_size"],
-            num_heads=c["num_attention_heads"],
-            head_dim=c["head_dim"],
-            num_kv_heads=c["num_key_value_heads"],
-            num_global_kv_heads=c["num_global_key_value_heads"],
-            global_key_size=c["global_head_dim"],
-            sliding_window_size=c["sliding_window"],
-            final_logit_softcap=c["final_logit_softcapping"],
-            k_eq_v_global=c["attention_k_eq_v"],
-            enable_moe=True,
-            num_experts=c["num_experts"],
-            num_experts_per_tok=c["top_k_experts"],
-            expert_dim=c["moe_intermediate_size"],
-            moe_dense_hidden_dim=c["intermediate_size"],
-            attention_pattern=tuple(
-                gemma4.AttentionType.GLOBAL
-                if kind == "full_attention"
-                else gemma4.AttentionType.LOCAL_SLIDING
-                for kind in c["layer_types"]
-            ),
-            remat_config=_remat(task, gemma4),
-        )
-        names = ("q_einsum", "k_einsum", "kv_einsum", "attn_vec_einsum", *mlp)
-        return lambda rngs: gemma4.Gemma4(gemma, rngs=rngs), names
+        return _tunix_gemma4(task)
     raise NotThere("no such model")
+
+
+def _tunix_llama3(task: Task) -> tuple[Callable[[Any], Any], tuple[str, ...]]:
+    from tunix.models.llama3 import model as llama3
+
+    c = task.sizes
+    config = llama3.ModelConfig(
+        num_layers=c["num_hidden_layers"],
+        vocab_size=c["vocab_size"],
+        embed_dim=c["hidden_size"],
+        hidden_dim=c["intermediate_size"],
+        num_heads=c["num_attention_heads"],
+        num_kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        rope_theta=int(c["rope_theta"]),
+        norm_eps=c["rms_norm_eps"],
+        remat_config=_remat(task, llama3),
+    )
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", *_MLP)
+    return lambda rngs: llama3.Llama3(config, rngs=rngs), names
+
+
+def _tunix_gemma4(task: Task) -> tuple[Callable[[Any], Any], tuple[str, ...]]:
+    from tunix.models.gemma4 import model as gemma4
+
+    c, kinds = task.sizes, gemma4.AttentionType
+    config = gemma4.ModelConfig(
+        num_layers=c["num_hidden_layers"],
+        num_embed=c["vocab_size"],
+        embed_dim=c["hidden_size"],
+        hidden_dim=c["intermediate_size"],
+        num_heads=c["num_attention_heads"],
+        head_dim=c["head_dim"],
+        num_kv_heads=c["num_key_value_heads"],
+        num_global_kv_heads=c["num_global_key_value_heads"],
+        global_key_size=c["global_head_dim"],
+        sliding_window_size=c["sliding_window"],
+        final_logit_softcap=c["final_logit_softcapping"],
+        k_eq_v_global=c["attention_k_eq_v"],
+        enable_moe=True,
+        num_experts=c["num_experts"],
+        num_experts_per_tok=c["top_k_experts"],
+        expert_dim=c["moe_intermediate_size"],
+        moe_dense_hidden_dim=c["intermediate_size"],
+        attention_pattern=tuple(
+            kinds.GLOBAL if kind == "full_attention" else kinds.LOCAL_SLIDING
+            for kind in c["layer_types"]
+        ),
+        remat_config=_remat(task, gemma4),
+    )
+    names = ("q_einsum", "k_einsum", "kv_einsum", "attn_vec_einsum", *_MLP)
+    return lambda rngs: gemma4.Gemma4(config, rngs=rngs), names
 
 
 def _remat(task: Task, module: Any) -> Any:
@@ -299,12 +311,8 @@ _MAXTEXT_SIZES = {
 }
 
 
-def _maxtext_config(task: Task, mode: str, scan: bool) -> tuple[Any, Any]:
-    """MaxText's settings for the task, and its recorder."""
-    os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # Read when it is imported.
-    from maxtext.trainers.pre_train import train
-    from maxtext.utils import globals as places
-
+def _maxtext_sizes(task: Task) -> dict[str, Any]:
+    """The keys of MaxText's config that give a model the task's shape."""
     model = next((m for s, m in _MAXTEXT_MODELS.items() if task.shape.startswith(s)), None)
     if model is None:
         raise NotThere("no such model")
@@ -316,10 +324,17 @@ def _maxtext_config(task: Task, mode: str, scan: bool) -> tuple[Any, Any]:
         # The dense products: the others are kernels for TPUs.
         sizes |= {"sparse_matmul": False, "megablox": False}
         sizes["load_balance_loss_weight"] = task.balance
+    return {"model_name": model, "override_model_config": True, **sizes}
+
+
+def _maxtext_config(task: Task, mode: str, scan: bool) -> tuple[Any, Any]:
+    """MaxText's settings for the task, and its recorder."""
+    os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # Read when it is imported.
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import globals as places
+
     keys = {
-        "model_name": model,
-        "override_model_config": True,
-        **sizes,
+        **_maxtext_sizes(task),
         "run_name": f"{mode}-{scan}",
         "base_output_directory": f"{task.folder}/maxtext",
         "hardware": "cpu",

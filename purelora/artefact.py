@@ -21,7 +21,14 @@ import numpy as np
 
 from purelora import checkpoint, config, errors, lora, placing, targets
 from purelora import tree as trees
-from purelora.io import maxtext, maxtext_adapter, peft, peft_checks, peft_config, peft_experts
+from purelora.io import (
+    maxtext_adapter,
+    maxtext_folder,
+    peft,
+    peft_checks,
+    peft_config,
+    peft_experts,
+)
 from purelora.models import causal_lm
 
 _FLOAT32 = np.finfo(np.float32)
@@ -248,7 +255,7 @@ def open_adapter(
     if any((folder / name).exists() for name in (peft.CONFIG, peft.WEIGHTS)):
         model = base and causal_lm.from_hf(base, "the base's config.json", dtype="float32")
         return peft.read(str(folder), interleaved=model.is_interleaved if model else None)
-    arrays = maxtext.find(str(folder))
+    arrays = maxtext_folder.find(str(folder))
     if arrays is not None and base is None:
         what = "is a MaxText checkpoint, whose adapters are nothing without their base"
         remedy = "generate and merge take it with --model, and a run as init_adapter"

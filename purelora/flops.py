@@ -9,7 +9,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from purelora import info
+from purelora import info, targets
+from purelora.models import layer_inputs
 
 
 def per_token(
@@ -28,7 +29,7 @@ def per_token(
       infos: flat declarations of the base.
       adapters: flat declarations of the adapters.
       trained_weights: paths of the base's matrices that get gradients of their own.
-      experts_share: of the routed experts, which share each token goes to.
+      experts_share: experts of a token / experts of a layer; 1 for a model without experts.
       attention_widths: query heads × head dim of each layer.
       windows: how many tokens each layer sees at most; None: all before.
       length: tokens of a row.
@@ -52,14 +53,14 @@ def _seen(length: int, window: int | None) -> float:
 
 
 def _is_multiplied(path: str, leaf: info.ParamInfo, infos: Mapping[str, Any]) -> bool:
-    """Whether a matmul uses the leaf: an embedding is only looked up, unless it is the head too."""
+    """Whether a matmul uses the leaf: tables are looked up, but a tied one is the head as well."""
     if not leaf.is_matrix:
         return False
-    if path == "embed_tokens_per_layer.weight":
+    if path == f"{layer_inputs.TABLE}.weight":
         return False
-    return path != "embed_tokens.weight" or "lm_head.weight" not in infos
+    return path != f"{targets.EMBEDDING}.weight" or f"{targets.HEAD}.weight" not in infos
 
 
 def _used(leaf: info.ParamInfo, experts_share: float) -> float:
-    """How many elements each token meets."""
-    return math.prod(leaf.shape) * (experts_share if "experts" in leaf.axes else 1)
+    """How many elements a token is multiplied with: of experts, those that it is routed to."""
+    return math.prod(leaf.shape) * (experts_share if leaf.has_experts else 1)

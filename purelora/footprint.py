@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from purelora import assembly, config, errors, hlo, optim, rules, specs, targets
+from purelora import assembly, config, errors, hlo, loss, optim, rules, specs, targets
 from purelora import plan as plans
 from purelora import state as states
 from purelora import step as steps
@@ -279,10 +279,10 @@ def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
 
     def observed(
         trainable: Any, base: Any, batch: Any, **rest: Any
-    ) -> tuple[jax.Array, steps.Losses]:
-        # The step differentiates this function: of what is differentiated here, that is no use.
+    ) -> tuple[jax.Array, loss.Losses]:
+        # The step differentiates this function too; only the residuals of `vjp` are wanted here.
         trainable = jax.lax.stop_gradient(trainable)
-        loss, pull, losses = jax.vjp(
+        total, pull, losses = jax.vjp(
             lambda t: forward(t, base, batch, **rest), trainable, has_aux=True
         )
         given = {id(array) for array in jax.tree.leaves((trainable, base, batch, rest))}
@@ -291,7 +291,7 @@ def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
         kept.append(
             sum(a.size * a.dtype.itemsize for name, a in residuals.items() if name not in given)
         )
-        return loss, losses
+        return total, losses
 
     tx, layout = _Setup.of(plan)
     schedule = optim.schedule(plan.config.optim, 1)

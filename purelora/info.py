@@ -27,8 +27,9 @@ class ParamInfo:
       std: standard deviation of `normal`; None for 1 / sqrt(fan_in).
       contracting: the dimension, counted from the end, that a matmul with this parameter sums
         over; None for vectors.
-      is_router: whether it decides where tokens go. Such a matrix is small, and an error in it
-        sends tokens elsewhere: it is never quantised, and trained only if it is named.
+      is_router: whether it is the router of a mixture of experts. A router is small, and rounding
+        it would send tokens to other experts: it is never quantised, and gets an adapter only if
+        `target_modules` or `target_parameters` names it.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +49,7 @@ class ParamInfo:
 
     @property
     def is_quantisable(self) -> bool:
-        """Whether it is one of the weights that a quantised base holds as codes."""
+        """Whether a quantised base holds it as codes (unless `quant.skip` names it)."""
         return self.is_matrix and not self.is_router
 
     @property
@@ -58,7 +59,7 @@ class ParamInfo:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it holds the same of several experts, along the dimension after the layers."""
+        """Whether it holds the weights of several experts, along the axis `experts`."""
         return "experts" in self.axes
 
     @property
@@ -68,7 +69,7 @@ class ParamInfo:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape of one layer as Hugging Face has it; of all of its experts together."""
+        """Shape of one layer in Hugging Face's order of dimensions; with experts `[E, out, in]`."""
         shape = self.shape[1:] if self.is_stacked else self.shape
         return (*shape[:-2], *shape[:-3:-1]) if self.is_transposed else shape
 

@@ -14,7 +14,19 @@ import jax.numpy as jnp
 
 from purelora import parallel as parallel_lib
 from purelora import params
-from purelora.models import layers
+from purelora.models import layers, moe
+
+
+class Losses(NamedTuple):
+    """The losses of one micro-batch or of a whole batch, float32 sums.
+
+    Attributes:
+      xent: cross-entropy of the tokens, each times its weight.
+      router: the losses of the router, summed over rows; None for a model without experts.
+    """
+
+    xent: jax.Array
+    router: moe.RouterLosses | None
 
 
 class Tokens(NamedTuple):

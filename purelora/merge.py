@@ -202,7 +202,7 @@ def _checked(options: Options) -> list[float]:
 
 
 def _opened(options: Options) -> tuple[builtin.Model, list[peft.Adapter]]:
-    """The base and the adapters, of which the first names it if the arguments do not."""
+    """Opens the base and the adapters; without `--model` the first adapter names the base."""
     if options.model is not None:
         opened = run_model.open_model(options.model, hf_folder=options.hf_folder)
         base = opened.source.config
@@ -391,7 +391,7 @@ class Merged:
 
     @property
     def left_out(self) -> list[str]:
-        """The base's tensors that are no part of the model; they are written as they are."""
+        """The base's tensors that the text model does not use; they are copied unchanged."""
         return self._model.left_out(self._source.shapes())
 
     def _untouched(self, name: str) -> files.Spec:
@@ -404,7 +404,7 @@ class Merged:
             written = np.empty(stored.shape, self._form.dtype)
             for part in self._layout.contents[own]:
                 values = stored[part.box].astype(np.float32)
-                # A box has all dimensions of its tensor, that of all experts too.
+                # A box has all dimensions of its tensor, that of the experts too.
                 kernel = self._base(part, values.reshape(part.shape))
                 called = part.name if name == own else _HEAD
                 # Adapters are of matrices `[out, in]`.
@@ -416,7 +416,13 @@ class Merged:
         return load
 
     def _merged(self, name: str, expert: int | None, base: np.ndarray) -> np.ndarray:
-        """The values of a part of a tensor; `name` is that of its layer of a leaf."""
+        """The merged values of a part whose base values are given, `[out, in]` for a matrix.
+
+        Args:
+          name: Hugging Face name of its layer of a leaf, see `storage.Part.name`.
+          expert: the number of the expert, if it is one.
+          base: the base's values.
+        """
         module, _, kind = name.rpartition(".")
         having = [(a, w) for a, w in self._adapters if module in a.modules]
         if not having:
@@ -437,12 +443,13 @@ class Merged:
 
 @dataclasses.dataclass
 class _Change:
-    """What is written of the update of a module, against what was wanted; experts are summed up.
+    """How much of a module's update survives rounding, summed up over its experts if it has any.
 
     Attributes:
-      update, whole, error: squared norms of the update, of the base's weight, and of what is
-        written less the update.
-      along: scalar product of what is written and the update.
+      update: squared norm of the exact update.
+      whole: squared norm of the base's weight.
+      error: squared norm of the written change less the exact update.
+      along: scalar product of the written change and the exact update.
     """
 
     update: float = 0.0

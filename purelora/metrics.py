@@ -180,7 +180,7 @@ def _to_json(record: Record) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """A value, or each of a list, with a text in place of a number that JSON cannot hold."""
+    """`value`, or a list of such, with "nan", "inf" or "-inf" for floats that JSON cannot hold."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -269,8 +269,8 @@ def peak_flops_per_sec(device_kinds: Sequence[str]) -> float | None:
     return sum(_PEAK_FLOPS_PER_SEC[kind] for kind in device_kinds)
 
 
-def _mean(record: TrainRecord) -> float:
-    """The load-balancing loss over all layers."""
+def _mean_router_aux(record: TrainRecord) -> float:
+    """The load-balancing loss, a mean over the layers with experts."""
     losses = record.router_aux_loss or [math.nan]
     return sum(losses) / len(losses)
 
@@ -352,7 +352,11 @@ class Progress:
         parts += [
             f"lr {record.learning_rate:.2e}",
             f"grad norm {record.grad_norm:.3g}",
-            *([] if record.router_aux_loss is None else [f"router aux {_mean(record):.4f}"]),
+            *(
+                []
+                if record.router_aux_loss is None
+                else [f"router aux {_mean_router_aux(record):.4f}"]
+            ),
             f"peak {si(record.peak_memory_bytes, 'iB', 1024)}",
         ]
         if record.skipped_steps:

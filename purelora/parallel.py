@@ -47,7 +47,11 @@ class Parallel:
         return part
 
     def spread(self, x: Any) -> Any:
-        """The input (a pytree) of a module that is split by outputs: its gradients are summed."""
+        """Marks the input (a pytree) of a module that is split by outputs.
+
+        The forward value is the same. In the backward pass its gradients are summed over the
+        devices that share the weight.
+        """
         return x
 
     def collect(self, y: jax.Array) -> jax.Array:
@@ -60,9 +64,11 @@ WHOLE = Parallel()
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How tokens reach experts, where devices with different rows hold different ones.
+    """Expert parallelism: how tokens reach experts on other devices, and results return.
 
-    Every device gets the rows of all, and its own rows' sums of what all have computed.
+    Devices with different rows of the batch hold different experts. An all-gather gives every
+    device the rows of all; a reduce-scatter of the outputs gives back the sums of its own rows.
+    This class is the case of a single device, where both are the identity.
     """
 
     @property
@@ -71,16 +77,19 @@ class Exchange:
         return 1
 
     def first(self, size: int) -> Any:
-        """Number of the first of this device's `size` experts."""
+        """Number of this device's first expert, when each device holds `size` of them."""
         del size
         return 0
 
     def gather(self, rows: jax.Array) -> jax.Array:
-        """The rows of all devices, `[B, ...]`, one device's after the other's."""
+        """The rows of all devices: `[B, ...] -> [ways · B, ...]`, in the order of the devices."""
         return rows
 
     def sum_scatter(self, rows: jax.Array) -> jax.Array:
-        """This device's rows of the sum over the devices; the transpose of `gather`."""
+        """This device's rows of the sum over the devices, `[ways · B, ...] -> [B, ...]`.
+
+        It is the transpose of `gather`.
+        """
         return rows
 
 

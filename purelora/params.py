@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from purelora import info, lora, quant, targets
 from purelora import parallel as parallel_lib
@@ -49,9 +50,10 @@ class Module:
       token_rows: trained rows of the embedding, or None.
       name: tree path of the module.
       gather: makes a shard of the weight whole, but for what `parallel` says.
-      keep_gathered: whether the backward pass finds what was gathered in the forward pass.
+      keep_gathered: whether the gathered weight is kept for the backward pass, instead of being
+        gathered again there.
       parallel: how the weight is split for the matmul itself.
-      exchange: of experts, how tokens reach those of other devices.
+      exchange: how tokens reach the experts that other devices hold; only of experts' weights.
       contracting: dimension of the weight that a matmul sums over; None for a vector.
       frozen: whether the weight is not trained, so that no gradient of it is formed.
       token_ids: which rows `token_rows` are.
@@ -73,6 +75,17 @@ class Module:
     frozen: bool
     token_ids: tuple[int, ...]
 
+    @property
+    def frozen_operand(self) -> tuple[quant.Weight, quant.Gather]:
+        """What a matmul with the frozen weight takes: a shard, and the gather that makes it whole.
+
+        The matmul keeps its operand for the backward pass. With `keep_gathered` that is the whole
+        weight, gathered here, and nothing is left to gather.
+        """
+        if not self.keep_gathered:
+            return self.weight, self.gather
+        return checkpoint_name(self.gather(self.weight), "gathered"), whole
+
 
 class Shards(NamedTuple):
     """How the leaves lie on the devices; what is not named is whole on each.
@@ -80,7 +93,7 @@ class Shards(NamedTuple):
     Attributes:
       gathers: how to make a sharded leaf whole, by leaf path.
       parallels: how a matmul is split, by module path.
-      exchanges: how tokens reach experts, by module path.
+      exchanges: how tokens reach the experts of other devices, by module path.
       keep_gathered: keep what was gathered for the backward pass, instead of gathering it again.
     """
 
@@ -165,7 +178,11 @@ def layer(stack: Any, index: int) -> Any:
 
 
 def split_weights(stack: trees.Tree) -> tuple[dict[str, quant.Weight], trees.Tree]:
-    """Bound modules as their frozen weights, by module path, and the modules without these."""
+    """Takes the frozen weights out of a stack of bound modules.
+
+    Returns:
+      The frozen weights `[L, ...]` by module path, and the modules, with None in their place.
+    """
     flat = trees.flatten(stack)
     frozen = {p: m.weight for p, m in flat.items() if m.frozen and m.weight is not None}
     rest = {p: dataclasses.replace(m, weight=None) if p in frozen else m for p, m in flat.items()}
@@ -175,7 +192,13 @@ def split_weights(stack: trees.Tree) -> tuple[dict[str, quant.Weight], trees.Tre
 def with_weights(
     modules: trees.Tree, frozen: Mapping[str, quant.Weight], position: jax.Array
 ) -> trees.Tree:
-    """One layer's modules with its weights of whole stacks: what `split_weights` took away."""
+    """Puts back what `split_weights` took out, for one layer.
+
+    Args:
+      modules: one layer's modules.
+      frozen: the frozen weights of the whole stack, `[L, ...]`, by module path.
+      position: int32 position of the layer in the stack.
+    """
     flat = trees.flatten(modules)
     for path, stack in frozen.items():
         weight = jax.tree.map(

@@ -229,11 +229,9 @@ def make(
     if not settings.lora.enabled:
         return _checked(Plan(settings, model, mesh, {}, model.infos))
     q = settings.quant
-    base = quant.quantised_infos(
-        model.frozen_infos(), qtype=q.qtype, tile_size=q.tile_size, skip=q.skip
-    )
-    frozen = trees.flatten(model.frozen_infos())
-    quant.check_coverage(frozen, trees.flatten(base), q)
+    frozen = model.frozen_infos()
+    base = quant.quantised_infos(frozen, qtype=q.qtype, tile_size=q.tile_size, skip=q.skip)
+    quant.check_coverage(trees.flatten(frozen), trees.flatten(base), qtype=q.qtype, skip=q.skip)
     trainable = model.adapter_infos(settings.lora.init_lora_weights)
     return _checked(Plan(settings, model, mesh, base, trainable))
 

@@ -40,7 +40,7 @@ from purelora import errors
 from purelora import info as infos_lib
 from purelora import tree as trees
 
-_LEAST_SHARE = 0.95  # Of the layers' matrices that must be quantised.
+_LEAST_SHARE = 0.95  # Of the elements of the layers' matrices, see `check_coverage`.
 
 Weight = Any  # jax.Array | qwix.QArray: a QArray's fields may also hold infos or specs
 Gather = Callable[[Weight], Weight]
@@ -157,7 +157,7 @@ def check_skip(paths: Sequence[str], skip: Sequence[str]) -> None:
 def quantised_infos(
     infos: trees.Tree, *, qtype: str, tile_size: int | None, skip: Sequence[str]
 ) -> trees.Tree:
-    """Replaces the info of every matrix that is no router and not skipped by a QArray of infos.
+    """Replaces the info of each matrix by a QArray of infos; not of routers and what `skip` names.
 
     `tile_size` must divide the contracting dimension (`specs` checks that before, with the mesh).
 
@@ -179,32 +179,43 @@ def quantised_infos(
 
 
 def check_coverage(
-    infos: Mapping[str, infos_lib.ParamInfo], quantised: Mapping[str, Any], q: Any
+    infos: Mapping[str, infos_lib.ParamInfo],
+    quantised: Mapping[str, Any],
+    *,
+    qtype: str,
+    skip: Sequence[str],
 ) -> None:
-    """Raises ConfigError where much of the layers' matrices stays unquantised without being asked.
+    """Checks that a quantised base is quantised nearly everywhere, unless `skip` says otherwise.
 
-    Counted are the elements of all weights of layers that have two dimensions or more for each
-    layer, however they are declared: not the embedding and the head, which are in no layer, nor
-    routers. Of those that no pattern of `quant.skip` names, 95 % must be quantised.
+    It guards against weights that a family declares without a contracting dimension, which would
+    silently stay floats. Of all elements of the layers' weights with two or more dimensions a
+    layer, 95 % must be in QArrays. Routers and what `skip` names are not counted; embedding and
+    head are in no layer.
 
     Args:
-      infos: flat declarations of the frozen weights.
-      quantised: what `quantised_infos` made of them, flat.
-      q: the section `quant`.
+      infos: declarations of the frozen weights, by leaf path.
+      quantised: what `quantised_infos` made of them, by leaf path.
+      qtype: as in `quantised_infos`.
+      skip: as in `quantised_infos`.
+
+    Raises:
+      ConfigError: more than 5 % would stay unquantised.
     """
+    if qtype == "none":
+        return
     counted = {
         path: math.prod(leaf.shape)
         for path, leaf in infos.items()
         if leaf.is_stacked and len(leaf.shape) > 2 and not leaf.is_router
-        and not is_skipped(path, q.skip)
+        and not is_skipped(path, skip)
     }  # fmt: skip
     left = {p: n for p, n in counted.items() if not isinstance(quantised[p], qwix.QArray)}
-    if q.qtype != "none" and sum(left.values()) > (1 - _LEAST_SHARE) * sum(counted.values()):
+    if sum(left.values()) > (1 - _LEAST_SHARE) * sum(counted.values()):
         share = 1 - sum(left.values()) / sum(counted.values())
         names = ", ".join(path.removesuffix(".weight") for path in left)
         what = f"quantises {share:.1%} of the layers' matrices; {names} would stay as they are"
         remedy = "name them in quant.skip if that is meant, or use quant.qtype='none'"
-        raise errors.ConfigError("quant.qtype", q.qtype, what, remedy)
+        raise errors.ConfigError("quant.qtype", qtype, what, remedy)
 
 
 def _check_pairs(

@@ -17,7 +17,7 @@ import qwix
 
 from purelora import checkpoint, config, errors, info, quant
 from purelora import tree as trees
-from purelora.io import builtin, maxtext, source, tokenizer, wheel
+from purelora.io import builtin, maxtext, maxtext_folder, source, tokenizer, wheel
 from purelora.models import causal_lm
 
 # The folder in a run's own that holds the tokenizer's files.
@@ -39,7 +39,7 @@ def open_model(
         `hf_folder` does not go with it.
     """
     folder = pathlib.Path(os.path.expanduser(path))
-    arrays = maxtext.find(str(folder)) if path not in builtin.NAMES else None
+    arrays = maxtext_folder.find(str(folder)) if path not in builtin.NAMES else None
     if arrays is not None:
         return _open_maxtext(path, arrays, hf_folder)
     if hf_folder is not None:  # It would be ignored.

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from purelora import collectives, optim, specs, state
+from purelora import collectives, loss, optim, specs, state
 from purelora import tree as trees
 
 
@@ -42,18 +42,6 @@ class Batch(NamedTuple):
     positions: Any
 
 
-class Losses(NamedTuple):
-    """Of one micro-batch, or a whole one; float32 sums.
-
-    Attributes:
-      xent: weighted token losses.
-      router: for mixtures of experts, sums over rows of the router's losses; None without.
-    """
-
-    xent: Any
-    router: Any
-
-
 class Forward(Protocol):
     """What one micro-batch adds to the loss."""
 
@@ -66,17 +54,18 @@ class Forward(Protocol):
         key: jax.Array | None,
         rows_B: jax.Array,
         row_weight: jax.Array,
-    ) -> tuple[jax.Array, Losses]:
-        """The sum that is differentiated, and what it is made of.
+    ) -> tuple[jax.Array, loss.Losses]:
+        """The sum that is differentiated, and the losses that it is made of.
 
         Args:
           trainable: the trained leaves.
           base: the frozen ones.
           batch: `[B, T]` arrays.
           key: None outside training.
-          rows_B: numbers of the rows.
-          row_weight: token weight of the global batch for each row of it that is not empty: the
-            weight of losses that are sums over rows beside those that are sums over tokens.
+          rows_B: number of each row within the global batch.
+          row_weight: W / N, with W the sum of the token weights of the global batch and N the
+            number of its rows that are not empty. Losses that are sums over rows are multiplied by
+            it, so that the one division by W at the end makes them means over rows.
         """
         ...
 
@@ -90,7 +79,8 @@ class Metrics(NamedTuple):
       grad_norm: global norm of the mean gradient, before clipping.
       learning_rate: the rate of this step.
       applied: 1 if the update was made, 0 if the batch was skipped.
-      router: the router's losses, means over the rows that are not empty; None without experts.
+      router: the router's losses, `[L]` each with one value for each layer that has experts, means
+        over the rows that are not empty; None for a model without experts.
     """
 
     loss_sum: jax.Array
@@ -115,10 +105,10 @@ class Sums(NamedTuple):
     """Sums over a global batch.
 
     Attributes:
-      losses: of all micro-batches.
-      weight: token weights, float32; what losses and gradients are divided by, once.
-      rows: number of rows that are not empty, float32; the same for the router's losses.
-      grads: gradients by the trained leaves.
+      losses: `loss.Losses` of all micro-batches.
+      weight: float32 sum of the token weights, by which token losses and gradients are divided.
+      rows: float32 number of rows that are not empty, by which the router's losses are divided.
+      grads: gradients of the trained leaves.
     """
 
     losses: Any
@@ -200,7 +190,7 @@ def make_eval_step(
         def micro(total: jax.Array, xs: tuple[jax.Array, Batch]) -> tuple[jax.Array, None]:
             index, rows = xs
             numbers = _row_numbers(index, rows)
-            # Only token losses are wanted: others weigh nothing.
+            # Evaluation reports the token losses alone, so the router's get no weight.
             _, losses = forward(
                 entered, base, rows, key=None, rows_B=numbers, row_weight=jnp.float32(0)
             )
@@ -222,7 +212,7 @@ def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
     """Sums over all micro-batches and devices, computed on this device's shards.
 
     The gradients are local in the loop and reduced once after it: see `collectives.GradientPath`.
-    The sum of weights is known before the loop: losses that are sums over rows need it there.
+    The token weights are summed before the loop, because `row_weight` is needed in it.
     """
 
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch, key: jax.Array) -> Sums:
@@ -231,7 +221,7 @@ def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
         count = collectives.psum((batch.segment_ids > 0).any(axis=-1).sum().astype(jnp.float32))
         row_weight = weight / jnp.maximum(count, 1)
 
-        def micro(total: trees.Tree, xs: tuple[jax.Array, Batch]) -> tuple[trees.Tree, Losses]:
+        def micro(total: trees.Tree, xs: tuple[jax.Array, Batch]) -> tuple[trees.Tree, loss.Losses]:
             index, rows = xs
             (_, losses), grads = jax.value_and_grad(forward, has_aux=True)(
                 entered,

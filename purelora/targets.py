@@ -21,7 +21,7 @@ _PARTS = {
     MLP: {"mlp", "experts"},
     EXPERTS: {"experts", "shared_expert", "shared_experts"},
 }
-# The matrices of experts that PEFT knows as one parameter, first rows first.
+# Matrices of experts that are one parameter in transformers, and so in PEFT; first rows first.
 JOINED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
 # Mixtral's names of matrices before version 5 of transformers.
 OLDER_MATRICES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -47,12 +47,12 @@ class AdaptableModule:
 
     @property
     def is_layer(self) -> bool:
-        """Whether a word may take it."""
+        """Whether a word such as `all-linear` may choose it."""
         return self.kind in ("linear", "experts")
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is no linear module in PEFT, which adapts its parameter instead."""
+        """Whether PEFT adapts it as a parameter, as it is no linear module in transformers."""
         return self.kind in ("experts", "router")
 
     @property
@@ -142,10 +142,10 @@ def matches(pattern: str | Sequence[str], name: str) -> bool:
 
 
 def parameter_name(module: str) -> str:
-    """PEFT's name of the parameter that the weight of a module is, or is part of.
+    """PEFT's name of the parameter that holds the weight of a module.
 
-    `model.layers.7.mlp.experts.up_proj` -> `model.layers.7.mlp.experts.gate_up_proj`; what is no
-    matrix of experts has a parameter called `weight`.
+    `model.layers.7.mlp.experts.up_proj` -> `model.layers.7.mlp.experts.gate_up_proj`; for all but
+    matrices of experts it is the module's name and `.weight`.
     """
     around, _, name = module.rpartition(".")
     if around.rpartition(".")[2] != "experts":
@@ -155,7 +155,7 @@ def parameter_name(module: str) -> str:
 
 
 def older_names(module: str) -> tuple[str, ...]:
-    """What a module, or the first of its experts, is called before version 5 of transformers."""
+    """Names of a module before version 5 of transformers; of a matrix of experts, expert 0's."""
     around, _, matrix = module.rpartition(".")
     if around.endswith(".mlp.experts"):
         outer = around.removesuffix(".mlp.experts")
@@ -166,7 +166,7 @@ def older_names(module: str) -> tuple[str, ...]:
 
 
 def newer_name(module: str) -> str:
-    """Of a module that is no expert, the name since version 5 of transformers."""
+    """The name since version 5 of transformers of a module that is no expert."""
     return module.replace("block_sparse_moe", "mlp")
 
 
@@ -334,7 +334,7 @@ def _parameter_problems(
     targets: Mapping[str, Target],
     full: Sequence[str],
 ) -> list[errors.Problem]:
-    """Settings that PEFT has no meaning for on experts and routers, and so no way to load."""
+    """Problems with settings that PEFT does not support on experts and routers."""
     problems = [
         errors.Problem("lora.modules_to_save", settings.modules_to_save,
                        f"would train {path.removesuffix('.weight')} whole, which no adapter holds",
@@ -358,7 +358,7 @@ def _parameter_problems(
 
 
 def _joined_problems(targets: Mapping[str, Target]) -> list[errors.Problem]:
-    """Matrices that PEFT knows as one, with scalings that differ: the first that there are."""
+    """A problem with the first matrices that PEFT adapts as one but that differ in scaling."""
     scalings: dict[str, dict[str, float]] = {}
     for target in targets.values():
         for name, scaling in zip(target.names, target.scalings, strict=True):

@@ -153,8 +153,8 @@ def test_written_as_read(made, tmp_path):
     np.testing.assert_allclose(their_logits(again, tokens), want, rtol=0, atol=1e-6)
 
 
-def test_loss_and_gradients_of_peft(made, tmp_path):
-    """Adapters that peft has made, on all matrices: their logits, loss and gradients."""
+def with_drawn_adapters(made):
+    """The model in peft, with random adapters on all linear modules."""
     settings = peft.LoraConfig(
         r=4, lora_alpha=8, task_type="CAUSAL_LM", target_modules="all-linear"
     )
@@ -165,6 +165,25 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
         for parameter in theirs.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
+    return theirs
+
+
+def compared(ours, theirs):
+    """Compares gradients, ours by module and kind, with those of a model in peft; how many."""
+    found = 0
+    for key, parameter in theirs.named_parameters():
+        if parameter.requires_grad:
+            name = key.removeprefix("base_model.model.").removesuffix(".default.weight")
+            module, _, kind = name.rpartition(".")
+            want = parameter.grad.numpy()
+            np.testing.assert_allclose(ours[module][kind], want, rtol=0, atol=2e-5, err_msg=key)
+            found += 1
+    return found
+
+
+def test_loss_and_gradients_of_peft(made, tmp_path):
+    """Adapters that peft has made, on all matrices: their logits, loss and gradients."""
+    theirs = with_drawn_adapters(made)
     theirs.save_pretrained(str(tmp_path / "adapter"))
     adapter = artefact.open_adapter(str(tmp_path / "adapter"))
     attached = artefact.attach(adapter, made.model, base_fingerprint=None)
@@ -184,7 +203,13 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
 
     def loss(trainable):
         total = attached.model.losses(
-            trainable, made.base, batch, execution=how, shards=params.NO_SHARDS, dropout=None
+            trainable,
+            made.base,
+            batch,
+            execution=how,
+            shards=params.NO_SHARDS,
+            dropout=None,
+            pool_router=False,
         )
         return total.xent / weights.sum()
 
@@ -194,15 +219,7 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     known = artefact.record(attached.model, tiny.lora_config(), "tiny")
     ours = artefact.unrolled(host, known, path="", base_fingerprint=None).modules
     ours = with_parameters({name: dict(kinds) for name, kinds in ours.items()})
-    found = 0
-    for key, parameter in theirs.named_parameters():
-        if parameter.requires_grad:
-            module, _, kind = (
-                key.removeprefix("base_model.model.").removesuffix(".default.weight")
-            ).rpartition(".")
-            want = parameter.grad.numpy()
-            np.testing.assert_allclose(ours[module][kind], want, rtol=0, atol=2e-5, err_msg=key)
-            found += 1
+    found = compared(ours, theirs)
     adapted = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
     linear = [m for m in made.theirs.modules() if isinstance(m, torch.nn.Linear)]
     assert found == sum(map(len, ours.values())) == 2 * len(adapted)
@@ -220,7 +237,7 @@ def test_load_balancing_loss_of_transformers(made):
     batch = step.Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
     how = causal_lm.Execution(jnp.float32, True, False, 16)
     forward = causal_lm.make_forward(
-        made.model, how, params.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, is_pooled=True)
+        made.model, how, params.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, 0.0, is_pooled=True)
     )
     rows = {"rows_B": jnp.arange(2), "row_weight": weights.sum() / 2}
     total, found = jax.jit(lambda: forward({}, made.base, batch, key=None, **rows))()

@@ -219,7 +219,13 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
     def loss(w):
         one = batch._replace(weights=w)
         return m.losses(
-            trainable, base, one, execution=run, shards=params.NO_SHARDS, dropout=None
+            trainable,
+            base,
+            one,
+            execution=run,
+            shards=params.NO_SHARDS,
+            dropout=None,
+            pool_router=False,
         ).xent
 
     flat, config = plain.merged(trees.flatten(base), trainable, 2.0), tiny.hf_config()

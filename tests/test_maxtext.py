@@ -20,7 +20,7 @@ import tokenizers
 
 from purelora import artefact, errors, estimate, export, generate, merge, run_model, scan_axis
 from purelora import tree as trees
-from purelora.io import array_store, builtin, maxtext, source
+from purelora.io import array_store, builtin, maxtext, maxtext_folder, source
 from purelora.models import causal_lm
 
 DATA = pathlib.Path(__file__).parent / "data" / "maxtext"
@@ -48,7 +48,7 @@ def _quick_compiles():
 
 
 def items(name: str) -> str:
-    found = maxtext.find(str(DATA / name))
+    found = maxtext_folder.find(str(DATA / name))
     assert found is not None
     return found
 
@@ -118,7 +118,7 @@ def test_layers_may_be_asked_for_in_any_order_and_few_stacks_are_kept():
     names = list(read.shapes())
     for name in np.random.default_rng(0).permutation(names):
         np.testing.assert_array_equal(read.read(name).array, opened("gemma3").read(name).array)
-        assert len(read.stacks._kept) <= 6
+        assert len(read.layers._kept) <= 6
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "mixtral", "qwen3-moe"])
@@ -134,7 +134,7 @@ def test_a_stack_is_read_once_and_not_kept_beyond_its_last_layer(name, monkeypat
     for parts in read.model.layout.parts.values():  # As a base is loaded.
         for part in parts:
             read.read(part.tensor)
-        assert not read.stacks._kept
+        assert not read.layers._kept
     assert set(counts.values()) == {1}
 
 
@@ -150,7 +150,7 @@ def saved(folder: pathlib.Path, arrays: dict, notes: dict | None = None) -> str:
 
 def stored(name: str) -> dict[str, np.ndarray]:
     """All arrays of a fixture by path in MaxText's model."""
-    named = maxtext.parameters(items(name))
+    named = maxtext_folder.parameters(items(name))
     store = array_store.open_store(items(name), list(named.values()))
     whole = {own: tuple(slice(n) for n in store.shape(at)) for own, at in named.items()}
     return {own: store.read(at, whole[own]) for own, at in named.items()}
@@ -188,7 +188,7 @@ def test_layers_that_are_stored_apart_are_read_apart(tmp_path):
     read = maxtext.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
     for name in read.shapes():
         np.testing.assert_array_equal(read.read(name).array, opened("llama-axis1").read(name).array)
-        assert not read.stacks._kept
+        assert not read.layers._kept
 
 
 # ---- adapters ----------------------------------------------------------------------------------
@@ -350,14 +350,14 @@ def test_a_chunk_that_is_not_there_is_an_error(tmp_path):
 def test_a_checkpoint_is_found_from_any_of_its_folders(tmp_path):
     folder = copied(tmp_path, "llama-axis0")
     for path in (folder, *folder.parents[:3]):
-        assert pathlib.Path(maxtext.find(str(path))) == folder
+        assert pathlib.Path(maxtext_folder.find(str(path))) == folder
     step = folder.parent
     shutil.copytree(step, step.parent / "9")
     shutil.copytree(step, step.parent / "10")
     shutil.copytree(step, step.parent / "11.orbax-checkpoint-tmp-5")
-    assert pathlib.Path(maxtext.find(str(step.parent))) == step.parent / "10" / "items"
-    assert maxtext.find(str(DATA)) is None
-    assert maxtext.find(str(tmp_path / "not there")) is None
+    assert pathlib.Path(maxtext_folder.find(str(step.parent))) == step.parent / "10" / "items"
+    assert maxtext_folder.find(str(DATA)) is None
+    assert maxtext_folder.find(str(tmp_path / "not there")) is None
 
 
 def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path):
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path):
     (part / "items").rename(part / "items.orbax-checkpoint-tmp-6")
     for path in (part, part.parent, tmp_path / "llama-axis0"):
         with pytest.raises(errors.ModelError, match="writing it was not finished"):
-            maxtext.find(str(path))
+            maxtext_folder.find(str(path))
 
 
 def test_a_model_of_the_sft_trainer_is_read_without_its_random_state(tmp_path):
@@ -374,7 +374,7 @@ def test_a_model_of_the_sft_trainer_is_read_without_its_random_state(tmp_path):
     arrays["decoder.rngs.params.count.value"] = np.zeros((), np.uint32)
     with ocp.PyTreeCheckpointer() as writer:
         writer.save(tmp_path / "1" / "model_params", trees.unflatten(arrays))
-    read = maxtext.open_folder(maxtext.find(str(tmp_path)), str(DATA / "llama-axis1"))
+    read = maxtext.open_folder(maxtext_folder.find(str(tmp_path)), str(DATA / "llama-axis1"))
     names = list(read.shapes())
     assert source.identify(read, names) == source.identify(opened("llama-axis1"), names)
 

@@ -174,7 +174,7 @@ def test_the_arithmetic_is_little_more_than_that_of_the_routed_rows():
 
 # ---- the step ----------------------------------------------------------------------------------
 
-AUX = moe.RouterLossWeights(balance=0.3, z=0.02)
+AUX = moe.RouterLossWeights(balance=0.3, z=0.02, is_pooled=False)
 FOUR = (("num_local_experts", 4),)
 OSS = (*FOUR, ("layer_types", None))
 CASES = (

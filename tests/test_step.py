@@ -18,6 +18,7 @@ import tiny
 from tiny import Case
 
 from purelora import info, optim, state, step
+from purelora import loss as loss_lib
 from purelora import tree as trees
 from purelora.models import layers
 
@@ -288,7 +289,7 @@ def test_updates_follow_the_schedule_of_steps():
     tx = optax.identity()
     leaves, grads = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
     old = state.create(leaves, tx, key=jax.random.key(0))._replace(step=jnp.int32(4))
-    sums = step.Sums(step.Losses(jnp.float32(1), None), jnp.float32(2), jnp.float32(1), grads)
+    sums = step.Sums(loss_lib.Losses(jnp.float32(1), None), jnp.float32(2), jnp.float32(1), grads)
     new, metrics = step.update(old, sums, tx=tx, schedule=lambda s: s.astype(jnp.float32) * 0.1)
     np.testing.assert_allclose(new.trainable["w"], 1 - 0.4 * np.arange(3) / 2, rtol=1e-6)
     np.testing.assert_allclose(metrics.grad_norm, 5**0.5 / 2, rtol=1e-6)
@@ -306,7 +307,7 @@ def test_update_refuses(loss, weight, grad):
     old = state.create({"w": jnp.ones(2)}, tx, key=jax.random.key(0))
     grads = {"w": jnp.array([1.0, grad], jnp.float32)}
     sums = step.Sums(
-        step.Losses(jnp.float32(loss), None), jnp.float32(weight), jnp.float32(1), grads
+        loss_lib.Losses(jnp.float32(loss), None), jnp.float32(weight), jnp.float32(1), grads
     )
     new, metrics = step.update(old, sums, tx=tx, schedule=lambda _: jnp.float32(1))
     chex.assert_trees_all_equal((new.trainable, new.opt_state), (old.trainable, old.opt_state))

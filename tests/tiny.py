@@ -208,7 +208,7 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()  # Of the adapters' settings.
     model: tuple[tuple[str, Any], ...] = ()  # Of the config.json.
     rules: tuple[str, ...] = ()  # In place of the usual ones.
-    router: moe.RouterLossWeights = moe.UNWEIGHTED
+    router: moe.RouterLossWeights = moe.RouterLossWeights(0.0, 0.0, is_pooled=False)
 
     @property
     def heads(self) -> dict[str, int]:
@@ -253,21 +253,19 @@ class Trainer:
         return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=placed)(fresh)
 
 
+def _model_of(case: Case) -> causal_lm.CausalLM:
+    plain = model(case.family, num_hidden_layers=case.layers, **case.heads, **dict(case.model))
+    if not case.lora:
+        return plain
+    changes = dict(case.changes)
+    usual = ".*(proj|lm_head)" if case.head else "all-linear"
+    return with_lora(plain, **({"targets": changes.pop("target_modules", None) or usual} | changes))
+
+
 @functools.cache
 def trainer(case: Case) -> Trainer:
     """The step of a case; compiled at its first call and shared by all tests of the process."""
-    plain = model(case.family, num_hidden_layers=case.layers, **case.heads, **dict(case.model))
-    targets = dict(case.changes).get("target_modules") or (
-        ".*(proj|lm_head)" if case.head else "all-linear"
-    )
-    m = (
-        with_lora(
-            plain,
-            **({"targets": targets} | {k: v for k, v in case.changes if k != "target_modules"}),
-        )
-        if case.lora
-        else plain
-    )
+    m = _model_of(case)
     base, base_infos = quantised(m, weights(m), case.qtype, case.tile)
     on = mesh(case.data, case.fsdp, case.tensor, case.expert)
     chosen = rules.parse_rules(case.rules, {}) if case.rules else rules.RULES

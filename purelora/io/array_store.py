@@ -1,10 +1,10 @@
-"""A folder of arrays that another program saved with orbax, read in parts.
+"""Arrays that another program saved with orbax, read in parts.
 
-    <folder>/_METADATA          JSON: the path of every leaf, and which of the formats below it is
-            /manifest.ocdbt …   all arrays in one OCDBT store,
-            /<path>/ …          or each in a folder of its own; zarr, version 2 or 3
+    <folder>/_METADATA          JSON: the path of every leaf, and which zarr version (2 or 3) it has
+            /manifest.ocdbt …   either all arrays in one OCDBT store,
+            /<path>/ …          or each in a folder of its own
 
-Opening reads shapes and types only. purelora's own checkpoints are the affair of `checkpoint`.
+Opening reads shapes and dtypes only. purelora's own checkpoints are read by `checkpoint`.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ _AGAIN = "copy the folder again: it is damaged or was not finished"
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """The arrays of a folder that are wanted. Made by `open_store`.
+    """Opened arrays of a folder. Made by `open_store`.
 
     Attributes:
       path: the folder.
-      arrays: by path in the saved tree, with dots.
+      arrays: the `tensorstore.TensorStore` of each array, by its dotted path in the saved tree.
     """
 
     path: str
     arrays: Mapping[str, Any]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one array."""
+        """Shape of one array."""
         return tuple(self.arrays[name].shape)
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -46,7 +46,7 @@ class Store:
         return found
 
     def chunk(self, name: str) -> tuple[int, ...]:
-        """Shape of what is read of one array at the least."""
+        """Shape of a chunk, the least part of an array that can be read from the disk."""
         return tuple(self.arrays[name].chunk_layout.read_chunk.shape)
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
@@ -61,15 +61,15 @@ class Store:
 
 
 def is_store(folder: str) -> bool:
-    """Whether `folder` looks like one that orbax has written arrays to."""
+    """Whether orbax has written arrays to `folder`, by the presence of its metadata."""
     return os.path.isfile(os.path.join(folder, METADATA))
 
 
 def leaves(folder: str) -> dict[str, tuple[str, ...]]:
-    """The arrays in `folder`: their names there, each with the keys of its path.
+    """The arrays in `folder`: the keys of each one's path in the saved tree, by its name there.
 
     Raises:
-      ModelError: the folder is damaged, or of a kind that is not known.
+      ModelError: the folder is damaged, or its metadata is not of orbax's known form.
     """
     file = os.path.join(folder, METADATA)
     metadata = files.read_json_object(file)
@@ -79,7 +79,7 @@ def leaves(folder: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     try:
         for leaf in tree.values():
-            if not leaf["value_metadata"]["skip_deserialize"]:  # As None and empty dicts are.
+            if not leaf["value_metadata"]["skip_deserialize"]:  # True for None and empty dicts.
                 keys = tuple(str(item["key"]) for item in leaf["key_metadata"])
                 found[".".join(keys)] = keys
     except (KeyError, TypeError) as error:
@@ -97,7 +97,7 @@ def open_store(folder: str, names: Collection[str]) -> Store:
     file = os.path.join(folder, METADATA)
     metadata = files.read_json_object(file)
     is_zarr3 = bool(files.typed(file, metadata, "use_zarr3", bool))
-    # Where zeros were not written, a missing chunk is zeros, and otherwise it is damage.
+    # Only a writer that leaves out chunks of zeros makes missing ones; otherwise they are damage.
     key = "store_array_data_equal_to_fill_value"
     is_whole = bool(files.typed(file, metadata, key, bool))
     one_store = os.path.lexists(os.path.join(folder, "manifest.ocdbt"))
@@ -120,10 +120,10 @@ def open_store(folder: str, names: Collection[str]) -> Store:
 
 
 def notes(step: str) -> Mapping[str, Any]:
-    """What the program that saved the step in folder `step` noted beside it; {} if nothing.
+    """The custom metadata that the writer saved with the step in folder `step`; {} if none.
 
     Raises:
-      ModelError: the file that holds it is damaged.
+      ModelError: the metadata's file is damaged.
     """
     file = os.path.join(step, NOTES)
     if not os.path.lexists(file):
@@ -134,7 +134,7 @@ def notes(step: str) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Turns what tensorstore raises into a ModelError."""
+    """Turns exceptions of tensorstore into a ModelError about `where`."""
     try:
         yield
     except (ValueError, OSError) as error:

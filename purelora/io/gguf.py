@@ -29,10 +29,11 @@ class Arch:
         that part.
       permuted: the tensors whose rows are stored in the order of interleaved rotary embeddings,
         with the config key that holds their number of heads.
-      settings: metadata that only this architecture has, as in `_CONFIG_KEYS`.
-      norm_offset: what the stored weights of norms are more than Hugging Face's.
-      derived: config keys that llama.cpp works out from others, of (path, prefix of the metadata,
-        config); raises for what it and Hugging Face understand differently.
+      settings: entries like those of `_CONFIG_KEYS` that only this architecture has.
+      norm_offset: what is added to Hugging Face's weights of norms in these files.
+      derived: from (path of the file, prefix of its metadata, config so far) to the config keys
+        that llama.cpp computes from others. Raises ModelError for settings whose meaning in
+        llama.cpp and in Hugging Face's model differs.
     """
 
     model_type: str
@@ -65,12 +66,12 @@ _SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Gemma 3 27B by its number of layers, which is how llama.cpp knows it.
+# llama.cpp recognises Gemma 3 27B by its number of layers.
 _GEMMA3_27B_LAYERS = 62
 
 
 def _derive_gemma3(path: str, prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scale of the scores: by the size of heads, or in the 27B model of the width for each."""
+    """The scale of the scores: from the head size H, but in the 27B model from D / N."""
     scaling = config.get("rope_scaling")
     if scaling and scaling != {"rope_type": "linear", "factor": scaling.get("factor")}:
         # The released models have no other; what it would be for layers with a window is not clear.
@@ -211,7 +212,7 @@ class GGUFSource:
         """The values in `box`; of a tensor whose rows lie in another order all are read."""
         source.check_name(self.path, name, self.names)
         stored = self.names[name]
-        # Vectors are small, and those of norms may need their offset.
+        # `read` subtracts the offset of norms; reading a whole vector costs little.
         if len(box) == 1 or stored.split(".")[-2] in self.arch.permuted:
             return self.read(name).array[box]
         return self.container.read_rows(stored, box[0])[(slice(None), *box[1:])]

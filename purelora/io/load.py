@@ -4,10 +4,10 @@ Host memory peaks at the finished base plus one tensor: a stack is allocated onc
 or each expert of a layer, is transposed, cast or quantised and written in place by a small compiled
 function.
 
-Of several processes each reads what its own devices hold of a tensor, laid out over the mesh as the
-leaf is. Where the experts themselves are spread over the mesh, one of each group is written at a
-time. What a scale needs to know of other shards (the largest absolute value) the compiled
-function finds out: a maximum does not depend on the order, so codes are the same on any mesh.
+With several processes, each reads only what its own devices hold of a tensor. Where experts are
+split over the mesh, one expert of each shard is written at a time. A quantisation scale depends on
+the largest absolute value of a tile or column, which may be on several devices; the compiled
+function finds it. A maximum does not depend on the order, so codes are the same on any mesh.
 """
 
 import functools
@@ -97,7 +97,12 @@ def load(
 
 
 def _together(parts: Sequence[storage.Part], ways: int) -> Iterator[Sequence[storage.Part]]:
-    """The parts of a leaf in groups of what is written at once: of experts, one of each shard."""
+    """Groups the parts of a leaf that are written at once: single ones, or an expert of each shard.
+
+    Args:
+      parts: all parts of the leaf.
+      ways: in how many shards its experts lie.
+    """
     if ways == 1:
         yield from ([part] for part in parts)
         return
@@ -187,7 +192,7 @@ def _file_sharding(placed: Any, declared: info.ParamInfo, is_transposed: bool) -
 
 
 def _expert_ways(placed: Any, declared: info.ParamInfo) -> int:
-    """In how many shards the experts of a leaf lie."""
+    """Over how many shards the experts of a leaf are split; 1 for a leaf without experts."""
     if not declared.has_experts:
         return 1
     sharding = placed.qvalue if isinstance(placed, qwix.QArray) else placed
@@ -280,8 +285,8 @@ def _empty(like: Any, sharding: Any) -> Any:
 def _filler(like: Any, is_transposed: bool, ways: int, sharding: _Hashable) -> Callable[..., Any]:
     """The compiled `(leaf, tensor, index) -> (leaf, is finite)`: writes one layer in place.
 
-    Of experts, which lie in `ways` shards, it writes one of each: tensor is `[ways, ...]`, and the
-    index that of the first one.
+    If the leaf has experts, split over `ways` shards, it writes one expert of each shard: the
+    tensor is `[ways, out, in]`, and the index is that of the expert in the first shard.
     """
 
     def write(leaf: jax.Array, value: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:

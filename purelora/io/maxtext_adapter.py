@@ -3,11 +3,14 @@
     decoder.layers.self_attention.query.kernel_lora_a   [D, L, r]     scanned along axis 1
     decoder.layers.self_attention.query.kernel_lora_b   [r, L, N·H]
 
-MaxText adds `x A B · lora_alpha / lora_rank` to what a kernel gives. So B differs from Hugging
-Face's as the columns of its kernel do: by the factor of queries, and by the order within heads.
+MaxText adds `x A B · lora_alpha / lora_rank` to the output of a kernel. Its outputs are not all
+those of Hugging Face's model (`maxtext_names.Change`), and what is true of the columns of a kernel
+is true of the columns of B: those of queries hold the scale of the scores, and those of queries and
+keys may be in another order within a head.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from purelora import errors
-from purelora.io import array_store, maxtext, maxtext_names, peft, peft_config
+from purelora.io import (
+    array_store,
+    maxtext_folder,
+    maxtext_names,
+    maxtext_places,
+    peft,
+    peft_config,
+)
 from purelora.models import causal_lm
 
 _NO_FINGERPRINT = "it does not say which base it belongs to, so that is not checked"
@@ -25,11 +35,11 @@ class _Pair(NamedTuple):
     """The two arrays of an adapted module.
 
     Attributes:
-      place: where its weight lies.
-      a, b: paths of the arrays.
+      place: where the module's weight is in a checkpoint of the base.
+      a, b: paths of `lora_a` and `lora_b` in MaxText's model.
     """
 
-    place: maxtext.Place
+    place: maxtext_places.Place
     a: str
     b: str
 
@@ -40,22 +50,23 @@ def read(
     """Reads the adapters in a folder of arrays.
 
     Args:
-      folder: from `maxtext.find`.
-      config: the config.json of their base.
-      where: names that in messages.
-      lora_alpha: what a checkpoint that does not say it is taken to have; None: that is an error.
+      folder: from `maxtext_folder.find`.
+      config: the config.json of the base.
+      where: the name of that file, for messages.
+      lora_alpha: used if the checkpoint does not state its own; None makes that an error.
 
     Raises:
       ModelError: there are none, they do not fit the base or each other, or the folder is damaged.
     """
     model = causal_lm.from_hf(config, where, dtype="float32")
-    named = maxtext.parameters(folder)
-    own = {path: stored for path, stored in named.items() if maxtext.is_adapter(path)}
+    named = maxtext_folder.parameters(folder)
+    own = {path: stored for path, stored in named.items() if maxtext_folder.is_adapter(path)}
     if not own:
         what = "holds no adapters"
         remedy = "give a MaxText checkpoint that has arrays kernel_lora_a and kernel_lora_b"
         raise errors.ModelError(folder, None, what, remedy)
-    known = maxtext.places(model, config, where, scanned=maxtext.is_scanned(folder, list(own)))
+    scanned = maxtext_folder.is_scanned(folder, list(own))
+    known = maxtext_places.places(model, config, where, scanned=scanned)
     pairs = {
         name.removesuffix(".weight"): _Pair(p, f"{p.path}_lora_a", f"{p.path}_lora_b")
         for name, p in known.items()
@@ -79,7 +90,7 @@ def read(
 def _membership(
     folder: str, pairs: Mapping[str, _Pair], own: Mapping[str, str]
 ) -> Iterator[errors.Problem]:
-    """Arrays without their other half, and of modules that purelora cannot adapt."""
+    """A problem for each array that lacks its other half, or that is of no linear module."""
     wanted = {path for pair in pairs.values() for path in (pair.a, pair.b)}
     for path in sorted(wanted - own.keys()):
         yield errors.Problem(folder, None, f"holds no array {path!r}", "")
@@ -90,7 +101,12 @@ def _membership(
 
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
-    """The adapters' arrays by path in MaxText's model."""
+    """Reads the adapters' arrays.
+
+    Attributes:
+      store: the arrays.
+      names: their names in the store, by path in MaxText's model.
+    """
 
     store: array_store.Store
     names: Mapping[str, str]
@@ -99,15 +115,15 @@ class _Arrays:
         return self.store.shape(self.names[path])
 
     def fitted_axis(self, folder: str, pairs: Any, sizes: Mapping[str, int], r: int) -> int:
-        """The scan axis. Raises ModelError unless all arrays have the shapes that they must."""
+        """The axis of the layers. Raises ModelError for arrays of another shape than expected."""
         wanted = {}
         for pair in pairs:
-            outs, ins = map(_product, pair.place.leaf.group_sizes(sizes))
+            outs, ins = map(math.prod, pair.place.leaf.group_sizes(sizes))
             layer = pair.place.layer
             depth = None if layer.number is None else layer.depth
-            wanted[pair.a] = maxtext.Stack((ins, r), depth)
-            wanted[pair.b] = maxtext.Stack((r, outs), depth)
-        fitted = maxtext.fit(folder, wanted, {path: self.shape(path) for path in wanted})
+            wanted[pair.a] = maxtext_places.Expected((ins, r), depth)
+            wanted[pair.b] = maxtext_places.Expected((r, outs), depth)
+        fitted = maxtext_places.fit(folder, wanted, {path: self.shape(path) for path in wanted})
         if fitted.problems:
             raise errors.ModelError.of(errors.first(fitted.problems, folder))
         return fitted.axis
@@ -127,14 +143,14 @@ class _Arrays:
         return self.store.read(self.names[path], tuple(box)).squeeze(axis)
 
 
-def _product(dims: tuple[int, ...]) -> int:
-    return int(np.prod(dims))
-
-
 def _settings(
     folder: str, r: int, targets: tuple[str, ...], lora_alpha: float | None
 ) -> tuple[peft_config.AdapterConfig, tuple[str, ...]]:
-    """PEFT's settings and what a user should be told, from what MaxText noted beside the arrays."""
+    """PEFT's config and the notes for the user, from the metadata that MaxText saved with a step.
+
+    Raises:
+      ModelError: the stated rank is not that of the arrays, or there is no usable lora_alpha.
+    """
     step = os.path.join(folder, os.pardir)
     noted = array_store.notes(step).get("lora") or {}
     rank, alpha = noted.get("lora_rank", r), noted.get("lora_alpha", lora_alpha)

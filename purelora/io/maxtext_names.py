@@ -1,19 +1,20 @@
-"""What MaxText calls the parameters of Hugging Face's models, and how it keeps them.
+"""MaxText's names and shapes for the parameters of Hugging Face's models.
 
     model.layers.7.self_attn.q_proj.weight         [N·H, D]       Hugging Face
     decoder.layers.self_attention.query.kernel     [D, L, N, H]   MaxText, scanned along axis 1
     decoder.layers_7.self_attention.query.kernel   [D, N, H]      MaxText, not scanned
 
-Kernels are [*ins, *outs], the transpose of Hugging Face's with its dimensions split. What MaxText
-computes differently lies in the weights, and `Change` takes it out again:
+A kernel is [*ins, *outs]: the transpose of Hugging Face's, with heads as dimensions of their own.
+Some values differ too, because MaxText's layers compute differently. `Change` describes how:
 
-- where its attention does not scale scores, the kernel of queries holds the factor;
-- where it rotates neighbouring pairs (Llama 3.1's rotation), queries and keys are in that order;
-- Gemma's table holds the factor of the embeddings, and its norms hold the factor itself and not
-  what it is more than one.
+- where attention does not scale the scores, the query kernel is multiplied by the scale;
+- where rotary positions rotate neighbouring pairs (for Llama 3.1's scaled frequencies), the columns
+  of the query and key kernels are in that order within each head;
+- Gemma's embedding table is multiplied by the scale of the embeddings, and its norms store the
+  whole factor, where Hugging Face stores the factor less 1.
 
-These are the rules of MaxText 0.2.5's own layers (`layers/attentions.py`, `models/*.py`); its
-converter (`checkpoint_conversion/utils/param_mapping.py`) has the same names.
+Source: MaxText 0.2.5's layers (`layers/attentions.py`, `models/*.py`), whose names its converter
+(`checkpoint_conversion/utils/param_mapping.py`) has too.
 """
 
 import dataclasses
@@ -28,14 +29,14 @@ from purelora.models import reading
 
 
 class Leaf(NamedTuple):
-    """A parameter of MaxText's.
+    """A parameter of MaxText's models; its dimensions are named by the keys of `sizes`.
 
     Attributes:
-      name: dotted, within its layer or the model.
-      ins: names of the dimensions that a product sums over; none for a vector.
-      outs: names of the other dimensions.
-      is_table: whether it is stored as Hugging Face has it, [outs, ins].
-      has_experts: whether it is of all experts of a layer, [experts, *ins, *outs].
+      name: its dotted path within its layer, or within the model if it is in no layer.
+      ins: the dimensions that a matmul sums over; empty for a vector.
+      outs: the other dimensions.
+      is_table: whether it is stored as [*outs, *ins], as Hugging Face's is.
+      has_experts: whether it holds all experts of a layer, [experts, *ins, *outs].
     """
 
     name: str
@@ -45,7 +46,7 @@ class Leaf(NamedTuple):
     has_experts: bool = False
 
     def stored_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Of one layer."""
+        """Shape of one layer, as it is stored."""
         dims = self.outs + self.ins if self.is_table else self.ins + self.outs
         experts = ("experts",) if self.has_experts else ()
         return tuple(sizes[name] for name in experts + dims)
@@ -56,12 +57,12 @@ class Leaf(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How MaxText's values differ from Hugging Face's beside their layout.
+    """How MaxText's values differ from Hugging Face's: `factor · value + offset`, and their order.
 
     Attributes:
-      factor: MaxText's are so many times Hugging Face's,
-      offset: and by so much more.
-      is_interleaved: whether elements i and i + H/2 of each head are neighbours.
+      factor: by what Hugging Face's values are multiplied.
+      offset: what is then added.
+      is_interleaved: whether elements i and i + H/2 of each head are stored as neighbours.
     """
 
     factor: float = 1.0
@@ -69,15 +70,16 @@ class Change(NamedTuple):
     is_interleaved: bool = False
 
     def undone(self, values: np.ndarray) -> np.ndarray:
-        """Hugging Face's values; the last dimension is that of a head where it matters.
+        """Hugging Face's values for MaxText's `values`, in the same shape.
 
-        They are float32 where they are computed, and otherwise of the type that they had.
+        Interleaved ones are `[..., H]`, with a head as the last dimension. The result is float32 if
+        there is a factor or an offset, else of the dtype of `values`.
         """
         if self.is_interleaved:
             values = np.concatenate([values[..., ::2], values[..., 1::2]], axis=-1)
         if self.factor == 1 and self.offset == 0:
             return values
-        with np.errstate(all="ignore"):  # Who loads values looks whether they are finite.
+        with np.errstate(all="ignore"):  # `io.load` refuses values that are not finite.
             changed = (values.astype(np.float32) - self.offset) / self.factor
         return changed.astype(np.float32)
 
@@ -124,12 +126,13 @@ _FOUR_NORMS: Mapping[str, Leaf] = {
 
 
 def _mixture(block: str, gate: str, experts: Mapping[str, str]) -> dict[str, Leaf]:
-    """A mixture of experts.
+    """The parameters of a mixture of experts, by Hugging Face name.
 
     Args:
-      block: MaxText's name of it.
+      block: MaxText's name of the mixture.
       gate: Hugging Face's name of the router.
-      experts: Hugging Face's names of an expert's matrices, without its number, by MaxText's.
+      experts: from MaxText's name of an expert's matrix to Hugging Face's, without the number of
+        the expert.
     """
     ins = {"wi_0": "embed", "wi_1": "embed", "wo": "expert_mlp"}
     outs = {"wi_0": "expert_mlp", "wi_1": "expert_mlp", "wo": "embed"}
@@ -144,13 +147,15 @@ def _mixture(block: str, gate: str, experts: Mapping[str, str]) -> dict[str, Lea
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How MaxText keeps the models of one architecture.
+    """How MaxText stores the models of one architecture.
 
     Attributes:
       leaves: the parameters of a layer by Hugging Face name, without `model.layers.N.`.
-      scales_scores: whether its attention scales; otherwise the kernel of queries is scaled.
-      roles: what the names of the parts of a block of several layers end with, for each of them.
-      period: how many layers make a block that is scanned, each under a name of its own there.
+      scales_scores: whether attention scales the scores; if not, the query kernel is scaled.
+      roles: suffixes of the parts of one MaxText layer that holds several of Hugging Face's, one
+        for each of these (Gemma 2: `_local` and `_global`).
+      period: how many layers, each under a name of its own, make the block that is scanned
+        (Gemma 3: five local ones and a global one).
     """
 
     leaves: Mapping[str, Leaf]
@@ -159,7 +164,7 @@ class Family:
     period: int = 1
 
     def layers(self, count: int, is_scanned: bool) -> list["Layer"]:
-        """Where each of `count` layers lies."""
+        """Where each of the `count` layers of a model is stored."""
         roles = self.roles
         if not is_scanned:
             return [
@@ -183,13 +188,13 @@ class Family:
 
 
 class Layer(NamedTuple):
-    """Where a layer of the model lies.
+    """Where a layer of a model is stored.
 
     Attributes:
-      block: path of what holds it.
-      role: what the names of its parts there end with.
-      number: which of the stack it is, None if there is none.
-      depth: how many layers the stack has.
+      block: path of the MaxText layer or block that holds it.
+      role: suffix of the names of its parts there.
+      number: its position in a stack of layers; None if it is not in a stack.
+      depth: how many layers the stack has; 0 without one.
     """
 
     block: str
@@ -198,7 +203,7 @@ class Layer(NamedTuple):
     depth: int = 0
 
     def path(self, leaf: Leaf) -> str:
-        """Of one of its parameters."""
+        """The path of one of its parameters in MaxText's model."""
         part, _, rest = leaf.name.partition(".")
         return f"{self.block}.{part}{self.role}.{rest}"
 
@@ -244,22 +249,21 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family(config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json.
+    """How MaxText stores the model of a config.json; `where` names that file in messages.
 
     Raises:
-      ModelError: MaxText's checkpoints of its architecture are not read.
+      ModelError: no family is known for the architecture.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = reading.architecture(config)
     if not isinstance(name, str) or name not in FAMILIES:
         what = "is an architecture whose MaxText checkpoints are not read"
         remedy = f"known: {', '.join(FAMILIES)}"
-        raise errors.ModelError(f"{where}: architectures", names, what, remedy)
+        raise errors.ModelError(f"{where}: architectures", name, what, remedy)
     return FAMILIES[name]
 
 
 def sizes(cfg: reading.Config) -> dict[str, int]:
-    """Of the dimensions by name."""
+    """Sizes of the dimensions by the names that `Leaf` uses."""
     experts = {}
     if cfg.experts is not None:
         experts = {"experts": cfg.experts.count, "expert_mlp": cfg.experts.intermediate_size}
@@ -277,17 +281,18 @@ def sizes(cfg: reading.Config) -> dict[str, int]:
 def change(
     name: str, of: Family, cfg: reading.Config, config: Mapping[str, Any], where: str
 ) -> Change:
-    """How MaxText's values of the parameter `name` (of Hugging Face) differ.
+    """How MaxText's values of a parameter differ from Hugging Face's.
 
     Args:
-      name: its Hugging Face name.
-      of: the family.
+      name: Hugging Face name of the parameter.
+      of: how MaxText stores the model.
       cfg: the model's settings.
       config: the config.json that they come from.
-      where: names it in messages.
+      where: the name of that file, for messages.
 
     Raises:
-      ModelError: MaxText scales scores otherwise than config.json says.
+      ModelError: config.json asks for a scale of the scores that MaxText does not use, or for a
+        rotation with which the order of queries and keys is not known.
     """
     module = name.rpartition(".")[0]
     if name == "model.embed_tokens.weight":
@@ -306,7 +311,7 @@ def change(
 
 
 def _check_scale(cfg: reading.Config, where: str) -> None:
-    """MaxText scales by the size of a head, and Gemma 3 27B by the width over the heads."""
+    """Raises ModelError unless MaxText scales the scores so: by H, or (Gemma 3 27B) by D / N."""
     width = cfg.hidden_size // cfg.num_attention_heads
     if not any(math.isclose(cfg.attention_scale, n**-0.5) for n in (cfg.head_dim, width)):
         what = "is not how MaxText scales scores, which is by the size of a head"
@@ -317,7 +322,7 @@ def _check_scale(cfg: reading.Config, where: str) -> None:
 
 
 def _is_interleaved(of: Family, config: Mapping[str, Any], where: str) -> bool:
-    """Llama 3.1's rotation has a class of its own in MaxText, and that one goes by pairs."""
+    """Whether neighbouring elements are rotated, as by MaxText's class for Llama 3.1's rotation."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind == "yarn":

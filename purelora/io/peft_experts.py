@@ -1,4 +1,7 @@
-"""Adapters on experts: here one for each matrix of all experts; otherwise in PEFT's files.
+"""Adapters on experts: from PEFT's files to the form that they have here, and back.
+
+Here, each matrix of the experts has an adapter of its own, with all experts stacked. PEFT adapts
+the parameters of transformers' module of experts, in which gate and up projection are one:
 
     here        ….mlp.experts.gate_proj      lora_A [E, r, D]    lora_B [E, F, r]
                 ….mlp.experts.up_proj        lora_A [E, r, D]    lora_B [E, F, r]
@@ -8,17 +11,18 @@
     PEFT, with transformers before version 5
                 ….mlp.experts.5.gate_proj    lora_A [r, D]       lora_B [F, r]
 
-Of a parameter's factors the expert is the slowest index of the rows of lora_A, and the fastest of
-the columns of lora_B. Several adapted parameters of one module are nested: the key of the last one
-is the module's own, and each one before it is a `base_layer` deeper.
+In PEFT's flattened factors of a parameter, the rows of lora_A are indexed by (expert, rank) and the
+columns of lora_B by (rank, expert). If several parameters of a module are adapted, PEFT nests their
+wrappers: the tensors of the last one have the module's name, and those of each one before it have
+one `.base_layer` more.
 
-In gpt-oss the rows of `gate_up_proj` alternate, one of gate and one of up: when such a lora_B is
-read it is put in order first, and when it is written it is put back at last.
+In gpt-oss the rows of `gate_up_proj` alternate, one of gate and one of up. Such a lora_B is put in
+order when it is read, and put back when it is written.
 
-Two matrices with adapters of their own are one parameter with the sum of their ranks, whose lora_B
-is zero but for its two blocks: exactly the same update. The other way round, what has this form is
-taken apart, and any other adapter of the joined matrices becomes two that have the same lora_A.
-Files written here say how they were joined.
+Writing joins the adapters of gate and up projection to one whose rank R is the sum of theirs. Its
+lora_A has the rows of both, and its lora_B is block diagonal, so the update is exactly the same.
+Metadata in the file state the two ranks. Reading takes such an adapter apart again; any other
+adapter of the joined parameter becomes two with the same lora_A.
 """
 
 import dataclasses
@@ -33,12 +37,12 @@ from purelora import errors, targets
 from purelora.io import peft_checks, peft_config
 
 Kinds = dict[str, np.ndarray]
-# PEFT's name of a parameter -> rank of each matrix in it, in order.
+# By PEFT's name of a parameter: the rank of each matrix that is joined in it, in order.
 Joined = Mapping[str, Mapping[str, int]]
 
 _AGAIN = "save or download the adapter again"
 _LEVEL = ".base_layer"
-# The parameters of a module of experts, in the order in which it declares them.
+# The matrices in each parameter of transformers' module of experts, in the order it declares them.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {**targets.JOINED, "down_proj": ("down_proj",)}
 _NUMBERED = re.compile(
     r"(?P<around>.+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>0|[1-9][0-9]*)\.(?P<matrix>\w+)"
@@ -46,12 +50,12 @@ _NUMBERED = re.compile(
 
 
 class Found(NamedTuple):
-    """An adapter with the experts in another form.
+    """An adapter after its experts were converted to the other form.
 
     Attributes:
-      config: its config, with ranks and alphas by the new names.
-      modules: its tensors by module and kind.
-      joined: how matrices are joined in its parameters.
+      config: its config, with ranks and alphas under the new names.
+      modules: its tensors by module and kind ("lora_A", ...).
+      joined: how matrices are joined in its parameters; empty in the form that they have here.
       problems: what is wrong with it.
     """
 
@@ -62,14 +66,19 @@ class Found(NamedTuple):
 
 
 def is_of_experts(kinds: Mapping[str, np.ndarray]) -> bool:
-    """Whether the tensors of a module, in the form that they have here, are of experts."""
+    """Whether the tensors of a module, in the form that adapters have here, are of experts."""
     return "lora_A" in kinds and kinds["lora_A"].ndim == 3
 
 
 def parameters(
     configs: Iterable[peft_config.AdapterConfig], modules: peft_checks.Modules
 ) -> dict[str, str]:
-    """The parameters of the adapted modules that PEFT has no modules for, by module."""
+    """For adapted modules that PEFT can only name as parameters: that name, by module.
+
+    Args:
+      configs: configs whose `target_parameters` tell which modules are named so.
+      modules: tensors by module and kind.
+    """
     named = [config.target_parameters for config in configs]
     return {
         module: parameter
@@ -83,7 +92,7 @@ def parameters(
 
 
 class _Factors(NamedTuple):
-    """The adapter of one parameter or matrix: `[E, r, in]`, `[E, out, r]` and its alpha."""
+    """The adapter of one parameter or matrix: a `[E, r, in]`, b `[E, out, r]` and its alpha."""
 
     a: np.ndarray
     b: np.ndarray
@@ -98,13 +107,13 @@ def of_file(
     *,
     interleaved: bool = False,
 ) -> Found:
-    """The form that experts have here, of modules as they are named in a file.
+    """Converts adapters on experts from the form of PEFT's files to the form that they have here.
 
     Args:
-      where: the file, for messages.
-      config: what its adapter_config.json says.
-      modules: its tensors; of nested parameters, the names end in `.base_layer`.
-      joined: how the file says that its matrices were joined; empty if it does not say.
+      where: the name of the file, for messages.
+      config: the contents of adapter_config.json.
+      modules: the file's tensors by module and kind; names of nested ones end in `.base_layer`.
+      joined: which ranks the file's metadata state for joined matrices; empty if they do not.
       interleaved: whether the rows of joined matrices alternate.
     """
     problems: list[errors.Problem] = []
@@ -130,7 +139,7 @@ def of_file(
     for newer, name in _renamed(modules, rest).items():
         ranks[newer] = peft_config.rank(config, name)
         alphas[newer] = peft_config.alpha(config, name)
-    # Patterns that fit nothing stay, and are found wrong.
+    # Patterns that match nothing are kept, so that `peft_checks` reports them.
     plain = [n for n in rest if n in modules and peft_checks.is_adapted(rest[n])]
     gone = [n for n in modules if n not in rest] + list(map(targets.parameter_name, made))
     saved = tuple(map(targets.newer_name, config.modules_to_save))
@@ -151,7 +160,13 @@ def _sorted(
     dict[str, dict[int, str]],
     dict[str, Mapping[str, np.ndarray]],
 ]:
-    """Adapters of parameters by module and level, names of single experts, and all the rest."""
+    """Sorts a file's modules by the form that they have.
+
+    Returns:
+      Adapted parameters of experts: tensors by module and nesting level. Adapted single experts:
+      their names by (stacked) matrix and number. And the tensors of all other modules, by the
+      names that these have since version 5 of transformers.
+    """
     levels: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
     numbered: dict[str, dict[int, str]] = {}
     rest: dict[str, Mapping[str, np.ndarray]] = {}
@@ -185,7 +200,15 @@ def _patterns(
     plain: list[str],
     gone: list[str],
 ) -> dict[str, Any]:
-    """Patterns with the values `own` of modules first; without what was only for names `gone`."""
+    """The `rank_pattern` or `alpha_pattern` of a converted adapter.
+
+    Args:
+      patterns: the pattern before.
+      default: the value of a module that no pattern matches.
+      own: the values that modules must get; put first, where the others would give another.
+      plain: names of adapted modules that were not converted: what matches them is kept.
+      gone: names that no longer exist: what matches only them is left out.
+    """
     kept = {
         key: value
         for key, value in patterns.items()
@@ -208,7 +231,18 @@ def _of_parameters(
     joined: Joined,
     interleaved: bool,
 ) -> dict[str, _Factors]:
-    """The matrices of one module of experts. Raises ModelError if they are not what is named."""
+    """The adapters of each matrix of one module of experts, out of those of its parameters.
+
+    Args:
+      where: the name of the file, for messages.
+      config: its config.
+      around: name of the module of experts.
+      nested: tensors of its adapted parameters by nesting level.
+      joined: see `of_file`.
+
+    Raises:
+      ModelError: these are not the parameters that the config names, or their shapes do not fit.
+    """
     names = [f"{around}.{name}" for name in _PARAMETERS]
     named = [name for name in names if targets.matches(config.target_parameters, name)]
     if sorted(nested) != list(range(len(named))):
@@ -244,7 +278,7 @@ def _of_parameters(
 def _unflattened(
     where: str, kinds: Mapping[str, np.ndarray], r: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[E r, in]` and `[out, r E]` as `[E, r, in]` and `[E, out, r]`."""
+    """PEFT's factors `[E r, in]` and `[out, r E]` of a parameter as `[E, r, in]`, `[E, out, r]`."""
     if kinds.keys() != {"lora_A", "lora_B"}:
         what = f"has {', '.join(sorted(kinds))}, where an adapter on experts has lora_A and lora_B"
         raise errors.ModelError(where, None, what, _AGAIN)
@@ -260,7 +294,10 @@ def _unflattened(
 
 
 def _ranks(matrices: tuple[str, ...], b: np.ndarray) -> dict[str, int]:
-    """The rank of each matrix of a parameter, by the blocks of its lora_B `[E, out, r]`."""
+    """The rank of each matrix of a parameter whose lora_B is `[E, out, r]`.
+
+    If that is block diagonal, the matrices share the rank equally; otherwise each has all of it.
+    """
     r, count = b.shape[2], len(matrices)
     if count == 1 or r % count or b.shape[1] % count or not b.any():
         return {matrix: r for matrix in matrices}
@@ -283,7 +320,7 @@ def _is_apart(matrices: tuple[str, ...], ranks: Mapping[str, int], b: np.ndarray
 
 
 def _alpha(config: peft_config.AdapterConfig, alpha: float, r: int, new_r: int) -> float:
-    """The alpha that gives an adapter of another rank the same scaling."""
+    """The alpha with which rank `new_r` has the scaling that `alpha` gives rank `r`."""
     if r == new_r:
         return alpha
     return alpha * (math.sqrt(new_r / r) if config.use_rslora else new_r / r)
@@ -296,7 +333,11 @@ def _of_numbered(
     stack: str,
     experts: Mapping[int, str],
 ) -> _Factors:
-    """The adapters of all experts, stacked. Raises ModelError unless all have the same."""
+    """The adapters of single experts, stacked.
+
+    Raises:
+      ModelError: an expert has none, or another rank, alpha or size than the others.
+    """
     where = f"{where}: {stack}"
     missing = next(number for number in range(len(experts) + 1) if number not in experts)
     if missing < len(experts):
@@ -327,7 +368,16 @@ def to_file(
     *,
     interleaved: bool = False,
 ) -> Found:
-    """The form that PEFT has for the experts, and the config that says so; see `of_file`.
+    """Converts adapters on experts from the form that they have here to that of PEFT's files.
+
+    Args:
+      where: the name of the file, for messages.
+      config: the config, which names matrices of experts as modules.
+      modules: tensors by module and kind.
+      interleaved: whether the rows of joined matrices alternate.
+
+    Returns:
+      The adapter whose config names parameters instead.
 
     Raises:
       ModelError: matrices that PEFT joins have different scalings.
@@ -372,7 +422,7 @@ def to_file(
 def _joined(
     parameter: str, names: list[str], modules: peft_checks.Modules, interleaved: bool
 ) -> tuple[Kinds, dict[str, int]]:
-    """The matrices `names` of a parameter as one, flat; and the rank of each."""
+    """The adapters of matrices (called `names`) as one on their parameter, and the rank of each."""
     matrices = _PARAMETERS[parameter.rpartition(".")[2]]
     having = {m: modules[n] for m in matrices for n in names if n.rpartition(".")[2] == m}
     ranks = {matrix: kinds["lora_A"].shape[1] for matrix, kinds in having.items()}
@@ -391,7 +441,11 @@ def _joined(
 
 
 def _common_alpha(where: str, config: peft_config.AdapterConfig, names: list[str], r: int) -> float:
-    """The alpha with which rank `r` has the scaling of all `names`."""
+    """The alpha with which rank `r` has the scaling that all modules called `names` have.
+
+    Raises:
+      ModelError: they have different ones.
+    """
     scalings = [peft_config.scaling(config, name) for name in names]
     if not all(math.isclose(scaling, scalings[0], rel_tol=1e-9) for scaling in scalings):
         what = f"have scalings {' and '.join(f'{s:g}' for s in scalings)}, and PEFT adapts them as "
@@ -404,15 +458,19 @@ def _common_alpha(where: str, config: peft_config.AdapterConfig, names: list[str
 def _without_experts(
     config: peft_config.AdapterConfig, plain: list[str], parameters: list[str]
 ) -> peft_config.AdapterConfig:
-    """The config that names modules which PEFT has too, and parameters.
+    """The config with experts named as parameters, and only real modules named as modules.
 
-    Dropout on the inputs was for training only, and PEFT does not load it with parameters.
+    Dropout is set to 0: it was for training only, and PEFT refuses it with parameters.
+
+    Args:
+      config: the config before.
+      plain: names of the adapted modules that are not experts.
+      parameters: names of the adapted parameters of experts.
     """
-    parameters = parameters + [targets.parameter_name(name) for name in plain]
+    known = [*parameters, *map(targets.parameter_name, plain)]
     entries = tuple(e for e in config.target_parameters
-                    if any(targets.matches([e], name) for name in parameters))  # fmt: skip
-    experts = parameters[: len(parameters) - len(plain)]
-    more = tuple(sorted(name for name in experts if not targets.matches(entries, name)))
+                    if any(targets.matches([e], name) for name in known))  # fmt: skip
+    more = tuple(sorted(name for name in parameters if not targets.matches(entries, name)))
     modules = [n for n in plain if not targets.matches(entries, targets.parameter_name(n))]
     config = dataclasses.replace(config, target_parameters=entries + more, lora_dropout=0.0)
     if not isinstance(config.target_modules, str) and modules:
@@ -430,7 +488,13 @@ def _without_experts(
 
 
 def _short(own: Mapping[str, Any], default: Any, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Patterns that give parameters their `own` values, before those that are `kept`."""
+    """Patterns that give parameters the values `own`, by short names where these are enough.
+
+    Args:
+      own: the values by the parameters' full names.
+      default: the value of a parameter that no pattern matches.
+      kept: patterns that must stay; they come last.
+    """
     by_end: dict[str, dict[str, Any]] = {}
     for name, value in own.items():
         by_end.setdefault(".".join(name.split(".")[-2:]), {})[name] = value

@@ -1,6 +1,6 @@
 """Random weights of the shape that a config.json describes, for smoke runs and benchmarks.
 
-Nothing is in memory: a tensor is drawn when it is read, from its name, so that it is the same on
+No weights are held: a tensor is drawn when it is read. Its seed is its name, so it is the same on
 every machine and in every process, whatever else is read.
 """
 
@@ -19,13 +19,13 @@ _STD = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class RandomSource:
-    """Weights drawn on demand; norms begin as they do in training.
+    """Weights drawn on demand: norms and biases as a fresh model has them, the rest N(0, 0.02²).
 
     Attributes:
       path: the config.json.
-      config: its keys.
-      shapes_by_name: shape of every tensor.
-      inits: of each tensor, how its declaration begins.
+      config: its contents.
+      shapes_by_name: shape of every tensor, by Hugging Face name.
+      inits: `ParamInfo.init` of every tensor, by the same names.
     """
 
     path: str
@@ -39,7 +39,11 @@ class RandomSource:
         return dict(self.shapes_by_name)
 
     def read(self, name: str) -> source.Tensor:
-        """Draws one tensor, float32."""
+        """Draws one tensor, in float32 and in the file's layout.
+
+        Raises:
+          ModelError: there is no tensor of that name.
+        """
         source.check_name(self.path, name, self.shapes_by_name)
         shape, init = self.shapes_by_name[name], self.inits[name]
         if init in ("zeros", "ones"):
@@ -51,7 +55,7 @@ class RandomSource:
         return source.Tensor(array, source.digest("F32", shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor, which is drawn whole."""
+        """The values of one tensor in `box`; the tensor is drawn whole for it."""
         return self.read(name).array[box]
 
 

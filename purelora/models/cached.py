@@ -1,6 +1,7 @@
-"""Layers with a cache, for generation: `decoder.hidden` for a few tokens after those before."""
+"""Generation with a cache of keys and values: `decoder.hidden` for the newest tokens alone."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from purelora.models.reading import Config
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions so far, `[L, B, K, S, H]` each; slot s holds position s."""
+    """Keys and values of a stack's layers, `[L, B, K, S, H]` each; slot s holds position s."""
 
     k: jax.Array
     v: jax.Array
@@ -41,21 +42,22 @@ def hidden(
     *,
     dtype: Any,
 ) -> tuple[jax.Array, Caches]:
-    """`decoder.hidden` with caches: reads them, and writes the slots at `positions_BT`."""
+    """`decoder.hidden` for the tokens that come after those in the caches.
+
+    Their keys and values are written to the slots at `positions_BT`.
+
+    Returns:
+      The activations before the head, `[B, T, D]`; and the updated caches.
+    """
     length = caches[0].k.shape[3]
     masks = {k: layers.cache_mask(positions_BT, length, k.window) for k in cfg.kinds}
     angles, groups = decoder.angles_of(cfg, positions_BT), stacks.of(cfg)
-    owners = [number for number, stack in enumerate(groups) if not stack.cfg.shares_keys]
 
     def body(
         carry: tuple[jax.Array, Caches], layer: scan.Layer, kind: scan.Kind, number: int
     ) -> tuple[tuple[jax.Array, Caches], None]:
         (x_BTD, caches), own = carry, groups[number].cfg
-        owner, index = number, layer.position
-        if own.shares_keys:
-            owner, last = sharing.owner(groups, own.kinds[0])
-            index = jnp.int32(last)
-        place = owners.index(owner)
+        place, index = _place(groups, number, layer.position)
         context = blocks.Context(
             rotate=functools.partial(layers.rope, angles=decoder.of_kind(own, kind, angles)),
             mix=functools.partial(
@@ -80,6 +82,21 @@ def hidden(
     return blocks.normed(x_BTD, bound["norm"], cfg), caches
 
 
+def _place(
+    groups: Sequence[stacks.Stack], number: int, position: jax.Array
+) -> tuple[int, jax.Array]:
+    """Index of the cache that a layer uses, and position in it of the layer whose keys these are.
+
+    The layer is at `position` in the stack with index `number`.
+    """
+    own = groups[number].cfg
+    if own.shares_keys:
+        number, last = sharing.owner(groups, own.kinds[0])
+        position = jnp.int32(last)
+    owners = [n for n, stack in enumerate(groups) if not stack.cfg.shares_keys]
+    return owners.index(number), position
+
+
 def _mix(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array | None,
@@ -92,7 +109,10 @@ def _mix(
     cfg: Config,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Attention over a layer's part of a cache, into which its own keys and values go before."""
+    """Writes a layer's new keys and values, if it has any, to a cache, and attends to the cache.
+
+    `index` is the position in the cache of the layer whose keys and values are used.
+    """
     if k_BTKH is not None and v_BTKH is not None:
         rows = jnp.arange(positions_BT.shape[0])[:, None]
         cache = Cache(

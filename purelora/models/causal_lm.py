@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +55,6 @@ class Execution:
     chunk_tokens: int
 
 
-class Losses(NamedTuple):
-    """Of one micro-batch; `step.Losses` says more.
-
-    Attributes:
-      xent: weighted sum of the token losses.
-      router: losses of the routing, sums over rows; None without experts.
-    """
-
-    xent: jax.Array
-    router: moe.RouterLosses | None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalLM:
     """One model: its family, sizes, declarations and adapters. Holds no arrays.
@@ -99,28 +87,28 @@ class CausalLM:
 
     @functools.cached_property
     def layout(self) -> storage.Layout:
-        """The tensors of a file of this family, where there is none to go by."""
+        """The layout in which this family's models are published, for when no file is at hand."""
         return self.layouts[self._convention]
 
     @property
     def _convention(self) -> str:
-        """The family's own way to hold a mixture of experts in files."""
+        """How this family's published files hold experts, a key of `storage.CONVENTIONS`."""
         return storage.NUMBERED if self.config.experts is None else self.config.experts.files
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether in files the matrices of an expert that are one tensor alternate."""
+        """Whether gate and up projection of an expert alternate in the tensor that holds both."""
         return storage.CONVENTIONS[self._convention].is_interleaved
 
     def layout_of(self, held: Collection[str]) -> storage.Layout:
-        """The tensors that a file must have which holds the tensors `held`."""
+        """The layout of a file that holds the tensors `held`: the one with most names in common."""
         return max(
             self.layouts.values(), key=lambda layout: sum(name in held for name in layout.shapes)
         )
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, storage.Layout]:
-        """The ways in which files may hold the model, by the name of the convention."""
+        """The layouts that files of the model may have, by convention and spelling of the names."""
         return {
             convention + spelling: spelled
             for convention in storage.beside(self._convention)
@@ -130,12 +118,12 @@ class CausalLM:
         }
 
     def left_out(self, held: Iterable[str]) -> list[str]:
-        """Which of the tensors `held` a file may have although this model does not use them."""
+        """Those of the tensors `held` that a file may have although the model does not use them."""
         return [name for name in held if multimodal.is_left_out(self.config, name)]
 
     @property
     def layer_configs(self) -> list[reading.Config]:
-        """Of each layer, the config of its stack."""
+        """For each layer of the model, in order, the config of its stack."""
         groups = stacks.of(self.config)
         return [groups[number].cfg for number in stacks.numbers(groups)]
 
@@ -146,7 +134,7 @@ class CausalLM:
 
     @property
     def axis_counts(self) -> Mapping[str, int]:
-        """Of logical axes whose elements belong together in groups: how many groups there are."""
+        """How many heads each logical axis of heads holds; see `decoder.axis_counts`."""
         return decoder.axis_counts(self.config)
 
     @property
@@ -207,9 +195,19 @@ class CausalLM:
         execution: Execution,
         shards: params.Shards,
         dropout: layers.Dropout | None,
-        pool_router: bool = False,
-    ) -> Losses:
-        """The losses of one micro-batch of `[B, T]` arrays; `pool_router`: see `moe.losses`."""
+        pool_router: bool,
+    ) -> loss.Losses:
+        """The losses of one micro-batch.
+
+        Args:
+          trainable: the trained leaves.
+          base: the frozen ones.
+          batch: a `step.Batch` of `[B, T]` arrays.
+          execution: how the model is computed.
+          shards: how the leaves are split over the devices.
+          dropout: dropout on the adapters' inputs; None outside training.
+          pool_router: as `is_pooled` of `moe.losses`.
+        """
         bound = self.bind(base, trainable, shards)
         inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
         x_BTD, sums = self.hidden(
@@ -230,17 +228,17 @@ class CausalLM:
             dropout=dropout,
         )
         if sums is None:
-            return Losses(xent, None)
-        return Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
+            return loss.Losses(xent, None)
+        return loss.Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
 
     def hidden(
         self, bound: trees.Tree, inputs: layers.Inputs, **how: Any
     ) -> tuple[jax.Array, moe.RouterSums | None]:
-        """The activations before the head, `[B, T, D]`, and more; see `decoder.hidden`."""
+        """The activations before the head, `[B, T, D]`, and router statistics; `decoder.hidden`."""
         return decoder.hidden(self.family, self.config, bound, inputs, **how)
 
     def head_logits(self, x: jax.Array, bound: trees.Tree, dtype: Any) -> jax.Array:
-        """Logits `[..., V]` in `dtype` of what `hidden` gives, `[..., D]`."""
+        """Logits `[..., V]` in `dtype` from activations `x`, `[..., D]`, that `hidden` returned."""
         logits = layers.adapted(x, x, decoder.head(bound), dtype)
         return layers.softcapped(logits, self.config.final_softcap)
 
@@ -288,8 +286,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     Raises:
       ModelError: an architecture that no family knows, or a missing or wrong field.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = reading.architecture(config)
     for family in FAMILIES:
         if name in family.ARCHITECTURES:
             family_config = family.from_hf(config, where)
@@ -297,7 +294,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
             return CausalLM(family, family_config, infos, targets.Adaptation())
     known = ", ".join(a for family in FAMILIES for a in family.ARCHITECTURES)
     raise errors.ModelError(
-        f"{where}: architectures", names, "is not a model that purelora knows", f"known: {known}"
+        f"{where}: architectures", name, "is not a model that purelora knows", f"known: {known}"
     )
 
 
@@ -306,9 +303,17 @@ def make_forward(
     execution: Execution,
     shards: params.Shards,
     dropout_rate: float,
-    router: moe.RouterLossWeights = moe.UNWEIGHTED,
+    router: moe.RouterLossWeights,
 ) -> Any:
-    """The `step.Forward` of a model: what one micro-batch adds to the loss."""
+    """The `step.Forward` of a model: what one micro-batch adds to the loss.
+
+    Args:
+      model: the model, with its adapters.
+      execution: how it is computed.
+      shards: how its leaves are split over the devices.
+      dropout_rate: probability of dropping an element of an adapter's input.
+      router: coefficients of the router's losses.
+    """
 
     def forward(
         trainable: trees.Tree,
@@ -318,11 +323,11 @@ def make_forward(
         key: jax.Array | None,
         rows_B: jax.Array,
         row_weight: jax.Array,
-    ) -> tuple[jax.Array, Losses]:
+    ) -> tuple[jax.Array, loss.Losses]:
         dropout = None
         if key is not None and dropout_rate > 0:
             dropout = layers.Dropout(key, rows_B, dropout_rate)
-        found = model.losses(
+        losses = model.losses(
             trainable,
             base,
             batch,
@@ -331,8 +336,8 @@ def make_forward(
             dropout=dropout,
             pool_router=router.is_pooled,
         )
-        if found.router is None:
-            return found.xent, found
-        return found.xent + row_weight * moe.objective(found.router, router), found
+        if losses.router is None:
+            return losses.xent, losses
+        return losses.xent + row_weight * moe.objective(losses.router, router), losses
 
     return forward

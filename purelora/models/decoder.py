@@ -1,8 +1,8 @@
 """A decoder around the layers of a family: embedding, the layers, last norm and head.
 
-Layers of the same parameters are one stack, whatever kind each is of: how far a layer sees and how
-it rotates is chosen by its number while the stack is run. Layers of other parameters are in a
-stack of their own, see `stacks`.
+Layers whose parameters have the same shapes are one stack, even if they are of different kinds: the
+window of a layer and its rotary frequencies are chosen by its number while the stack is run. Layers
+with parameters of other shapes are in a stack of their own, see `stacks`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Family(Protocol):
         """
 
     def layer_infos(self, cfg: Config, dtype: str) -> trees.Tree:
-        """Declarations of the parameters of a stack of layers, which `cfg` is of alone."""
+        """Declarations of the parameters of one stack; `cfg` is its `Stack.cfg`."""
 
     def block(
         self,
@@ -46,7 +46,7 @@ class Family(Protocol):
         cfg: Config,
         dropout: layers.Dropout | None,
     ) -> blocks.Output:
-        """One layer of the stack that `cfg` is of."""
+        """Computes one layer of a stack; `cfg` is its `Stack.cfg`."""
 
 
 def param_infos(family: Family, cfg: Config, dtype: str) -> trees.Tree:
@@ -66,12 +66,15 @@ def param_infos(family: Family, cfg: Config, dtype: str) -> trees.Tree:
 
 
 def axis_counts(cfg: Config) -> dict[str, int]:
-    """How many heads the logical axes of heads hold; what divides this divides every stack's."""
+    """How many heads each logical axis of heads holds, as a mesh axis must not cut a head.
+
+    Where stacks differ it is the greatest common divisor: what divides it divides every stack's.
+    """
     kv_heads = [stack.cfg.num_key_value_heads for stack in stacks.of(cfg)]
     return {"heads": cfg.num_attention_heads, "kv_heads": math.gcd(*kv_heads)}
 
 
-# Parameters that are no module's: in files their names end here, and not in `.weight`.
+# Parameters and buffers that are no module's weight: in files their names have no `.weight`.
 _BARE = ("layer_scalar", "router.scale", "router.per_expert_scale", "self_attn.sinks")
 
 
@@ -118,9 +121,7 @@ def hidden(
     remat: bool,
     dropout: layers.Dropout | None = None,
 ) -> tuple[jax.Array, moe.RouterSums | None]:
-    """The activations before the head, `[B, T, D]`, after the last norm; and router statistics.
-
-    The statistics are stacked over the layers that have experts; None if none has.
+    """Embedding, layers and last norm.
 
     Args:
       family: the model's family.
@@ -128,9 +129,13 @@ def hidden(
       bound: parameters from `params.bind`.
       inputs: tokens, positions and segments.
       dtype: dtype of the activations.
-      scan_layers: scan over the stack, or unroll it.
-      remat: recompute every block in the backward pass.
+      scan_layers: scan over the stacks, or unroll them.
+      remat: recompute every layer in the backward pass.
       dropout: dropout on the adapters' inputs, None outside training.
+
+    Returns:
+      The activations before the head, `[B, T, D]`; and the router's statistics, stacked over the
+      layers with experts (None if no layer has experts).
     """
     groups, angles = stacks.of(cfg), angles_of(cfg, inputs.positions_BT)
 
@@ -157,7 +162,7 @@ def hidden(
 
 
 def _mixing(cfg: Config, kind: scan.Kind, inputs: layers.Inputs) -> Callable[..., jax.Array]:
-    """Attention in a layer of a kind, of queries, keys and values."""
+    """Attention as `(q, k, v) -> mixed values` for a layer of the kind with this index."""
     return functools.partial(
         attention.causal_attention,
         segments_BT=inputs.segment_ids_BT,
@@ -175,17 +180,17 @@ def bound_stacks(bound: trees.Tree, groups: Sequence[stacks.Stack]) -> list[tree
 
 
 def angles_of(cfg: Config, positions_BT: jax.Array) -> dict[Kind, tuple[jax.Array, jax.Array]]:
-    """Rotary angles of every kind of layers."""
+    """Cosines and sines of the rotary angles, for every kind of layers."""
     return {kind: layers.rope_angles(positions_BT, kind.rope) for kind in cfg.kinds}
 
 
 def of_kind(cfg: Config, kind: scan.Kind, options: Mapping[Kind, Any]) -> Any:
-    """What is for a layer's kind, by its number in the stack that `cfg` is of."""
+    """The one of `options` that is for the kind with index `kind` among `cfg.kinds`."""
     return scan.of_kind(kind, [options[own] for own in cfg.kinds])
 
 
 def embedded(tokens_BT: jax.Array, bound: trees.Tree, cfg: Config, dtype: Any) -> jax.Array:
-    """What the first layer reads, `[B, T, D]`."""
+    """The scaled embeddings of the tokens, `[B, T, D]`: the input of the first layer."""
     x_BTD = layers.embed(tokens_BT, bound[targets.EMBEDDING], dtype)
     # The factor is rounded to the activations' type, as the weights were trained.
     return x_BTD if cfg.embedding_scale == 1 else x_BTD * jnp.asarray(cfg.embedding_scale, dtype)

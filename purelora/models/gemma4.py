@@ -1,8 +1,9 @@
-"""Gemma 4, its text model: Gemma 3's layers, where those that see everything have other heads.
+"""Gemma 4, text only: Gemma 3's layers, with heads of another size where attention is full.
 
-What is new: values are normed, and may be made of the keys (`attention_k_eq_v`); the last layers
-may share the keys and values of earlier ones; a layer's result has a factor; layers may get inputs
-besides the activations (`layer_inputs`); and beside the MLP there may be a mixture of experts.
+New beside Gemma 3: values are normalised, and may come from the keys' projection
+(`attention_k_eq_v`); the last layers may share keys and values with earlier ones (`sharing`); the
+output of a layer is multiplied by a constant; layers may get per-layer inputs (`layer_inputs`); and
+a mixture of experts may run beside the MLP, whose output is added to the MLP's.
 """
 
 import dataclasses
@@ -72,7 +73,7 @@ def block(
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> blocks.Output:
-    """Attention, MLP with experts, and the layer's own input, each between two norms."""
+    """Attention, MLP (and experts beside it) and per-layer input, each between its norms."""
     with jax.named_scope("attention"):
         inner = blocks.normed(x_BTD, layer["input_layernorm"], cfg)
         out_BTD, mixed = _attention(inner, layer["self_attn"], context, cfg, dropout)
@@ -91,7 +92,7 @@ def block(
     if context.input_BTP is not None:
         with jax.named_scope("layer_input"):
             x_BTD = x_BTD + _of_input(x_BTD, context.input_BTP, layer, cfg, dropout)
-    # In the format it is no parameter, but a constant.
+    # Hugging Face's model holds it as a buffer, which is not trained.
     factor = jax.lax.stop_gradient(layer["layer_scalar"].weight).astype(x_BTD.dtype)
     return blocks.Output(x_BTD * factor.reshape(1, 1, 1), mixed, router)
 
@@ -129,7 +130,7 @@ def _experts(
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> tuple[jax.Array, moe.RouterSums]:
-    """What the experts add; they and the router have norms of their own."""
+    """What the experts add; router and experts read `x_BTD` through norms of their own."""
     assert cfg.experts is not None
     router = layer["router"]
     scale_D = _vector(router["scale"], x_BTD.dtype) * jnp.asarray(
@@ -138,7 +139,7 @@ def _experts(
     asked = layers.unit_norm(x_BTD, cfg.rms_norm_eps) * scale_D.reshape(1, 1, -1)
     routing, sums = moe.route(asked, router["proj"], context.is_token_BT, cfg.experts, dropout)
     scale_E = _vector(router["per_expert_scale"], jnp.dtype("float32"))
-    # Padding has the number of no expert, and factors that do not matter.
+    # The number of padding, E, is clipped: its factors are never used.
     own_BTK = scale_E.at[routing.ids_BTK].get(mode="clip")
     routing = routing._replace(factors_BTK=routing.factors_BTK * own_BTK)
     inner = blocks.normed(x_BTD, layer["pre_feedforward_layernorm_2"], cfg)
@@ -159,7 +160,7 @@ def _of_input(
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> jax.Array:
-    """What the layer's own input adds, through a gate that the activations open."""
+    """What the per-layer input adds, after a gate that depends on the activations."""
     gate_BTP = layers.linear(x_BTD, layer["per_layer_input_gate"], dropout)
     opened_BTP = blocks.ACTIVATIONS[cfg.hidden_act](gate_BTP) * input_BTP
     out_BTD = layers.linear(opened_BTP, layer["per_layer_projection"], dropout)

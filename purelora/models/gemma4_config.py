@@ -6,7 +6,7 @@ from typing import Any
 
 from purelora.models import blocks, multimodal, reading, storage
 
-# What the format may state of single layers, and what of it is known.
+# The fields that may differ in layers with full attention (`per_layer_config` may state others).
 _OWN_FIELDS = ("head_dim", "num_key_value_heads")
 _PATTERN = 6
 _ROPES = "rope_parameters"
@@ -15,10 +15,11 @@ _ROPES = "rope_parameters"
 def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     """Reads a config.json.
 
-    What the format defines where it is left out: the head is the embedding; no biases, soft cap,
-    experts, shared keys, values of keys or wider MLPs; and the order of the layers, of which the
-    last always sees everything. The heads of the layers that see everything must be there, as
-    `global_head_dim` or in `per_layer_config`.
+    Fields that may be left out, with the meaning that the format gives to this: a head that is tied
+    to the embedding; no biases, logit softcapping, experts, KV sharing, `attention_k_eq_v` or
+    double-wide MLPs; and full attention in every sixth layer. The last layer always has full
+    attention. The head size of layers with full attention must be stated, as `global_head_dim` or
+    in `per_layer_config`.
 
     Raises:
       ModelError: a missing or wrong field; all of them in one error.
@@ -27,7 +28,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     reader = reading.Reader(text.fields, text.where)
     heads = reader.heads(has_head_dim=True)
     types = _layer_types(reader)
-    # With "vision" the tokens of text see what is before them.
+    # With "vision" only tokens of images attend both ways; text stays causal.
     if reader.fields.get("use_bidirectional_attention") != "vision":
         reader.unused(use_bidirectional_attention=None)
     full = _full_heads(reader, types, heads)
@@ -64,7 +65,7 @@ def _layer_types(reader: reading.Reader) -> list[str]:
 def _full_heads(
     reader: reading.Reader, types: Sequence[str], heads: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields in which the layers that see everything differ."""
+    """The fields of `Config` in which the layers with full attention differ from the others."""
     keys_are_values = reader.flag("attention_k_eq_v")
     listed = reader.fields.get("per_layer_config")
     if listed is not None:
@@ -80,7 +81,10 @@ def _full_heads(
 
 
 def _one_of_all(reader: reading.Reader, listed: Any, types: Sequence[str]) -> dict[str, Any]:
-    """What `per_layer_config` says of every layer that sees everything, and of no other."""
+    """The entries of `per_layer_config`, which must be those of the layers with full attention.
+
+    They must all be the same; otherwise a problem is noted, and the result is {}.
+    """
     full = [str(i) for i, name in enumerate(types) if name == reading.FULL]
     what = f"is not the same for the layers {', '.join(full)}, and for them alone"
     is_known = isinstance(listed, Mapping) and all(isinstance(v, Mapping) for v in listed.values())
@@ -116,7 +120,7 @@ def _experts(reader: reading.Reader) -> reading.Experts | None:
 def _groups(
     reader: reading.Reader, types: Sequence[str], full: Mapping[str, Any]
 ) -> tuple[reading.Group, ...]:
-    """Layers by what they see and whether they share keys and values."""
+    """Groups the layers by kind (sliding window or full) and by whether they share keys, values."""
     shared = reader.size("num_kv_shared_layers", absent=0, least=0)
     first = max(len(types) - shared, 0)
     lacking = sorted(set(types) - set(types[:first]))

@@ -1,7 +1,8 @@
-"""What each layer gets besides the activations, where a model has that (Gemma 4's smaller ones).
+"""Per-layer inputs, also known as per-layer embeddings (Gemma 4's smaller models).
 
-A second table holds a small embedding of every token for each layer; to it comes a projection of
-the token's usual embedding.
+Each layer gets a small vector for every token beside the activations. It is the scaled sum of two:
+an embedding from a second table, which has one for every token and layer, and a projection of the
+token's usual embedding. P, here, is the size of such a vector.
 """
 
 import math
@@ -21,7 +22,7 @@ NORM = "per_layer_projection_norm"
 
 
 def infos(cfg: Config, dtype: str) -> trees.Tree:
-    """The table `[V, L·P]`, the projection `[D, L·P]` and the norm of its results."""
+    """The table `[V, L·P]`, the projection `[D, L·P]` and its norm `[P]`; {} if `cfg` has none."""
     if cfg.layer_inputs is None:
         return {}
     size = cfg.layer_inputs.size
@@ -42,7 +43,15 @@ def of_all_layers(
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> jax.Array | None:
-    """The inputs of all layers, `[L, B, T, P]`, from tokens and their embeddings."""
+    """The inputs of all layers, `[L, B, T, P]`; None for a model without.
+
+    Args:
+      tokens_BT: token ids.
+      x_BTD: their usual embeddings, scaled.
+      bound: the model's bound modules.
+      cfg: the model.
+      dropout: dropout on the input of the projection's adapter.
+    """
     if cfg.layer_inputs is None:
         return None
     projected = layers.linear(x_BTD, bound[PROJECTION], dropout)
@@ -53,7 +62,7 @@ def of_all_layers(
 
 
 def _rounded(factor: float, like: jax.Array) -> jax.Array:
-    """A factor in the activations' type, as the weights were trained."""
+    """A factor, rounded to the activations' dtype as in the training of the weights."""
     return jnp.asarray(factor, like.dtype)
 
 

@@ -102,12 +102,8 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
 
 def _base_product(x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
     assert module.contracting is not None, module.name
-    if module.frozen and module.keep_gathered:
-        # Gathered outside, the whole weight is what the matmul keeps for its backward pass.
-        gathered = checkpoint_name(module.gather(module.weight), "gathered")
-        return quant.frozen_dot(x, gathered, params.whole, module.contracting, out_dtype)
     if module.frozen:
-        return quant.frozen_dot(x, module.weight, module.gather, module.contracting, out_dtype)
+        return quant.frozen_dot(x, *module.frozen_operand, module.contracting, out_dtype)
     return quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
 
 

@@ -1,8 +1,9 @@
 """Mixtures of experts: routing, the experts, and the losses that keep the routing in balance.
 
-A router gives each token a probability for every expert; the token goes to the few most probable
-ones, and its output is the sum of theirs, each times its factor. No token is dropped. Padding goes
-nowhere: it is in no expert's group and in none of the statistics.
+A router gives each token a probability for every expert. The token is sent to the experts with the
+largest ones (top-k routing), and its output is the sum of their outputs, each times its routing
+weight, here called its factor. Experts have no capacity limit, so no token is dropped. Padding is
+sent to no expert and counts in none of the statistics.
 """
 
 import dataclasses
@@ -20,11 +21,11 @@ from purelora.models.reading import Experts
 
 
 class Routing(NamedTuple):
-    """Where the tokens go; K, here, is the experts of a token.
+    """Which experts each token is sent to; K, here, is the number of experts of a token.
 
     Attributes:
-      ids_BTK: int32 numbers of the experts; E, which is none, in the padding.
-      factors_BTK: float32 factors of their outputs.
+      ids_BTK: int32 numbers of the experts; E, the number of no expert, for padding.
+      factors_BTK: float32 routing weights, by which the outputs of these experts are multiplied.
     """
 
     ids_BTK: jax.Array
@@ -35,9 +36,9 @@ class RouterSums(NamedTuple):
     """Statistics of one layer's routing, summed over the tokens of each row, float32.
 
     Attributes:
-      counts_BE: how many tokens went to each expert.
+      counts_BE: how many tokens were sent to each expert.
       probs_BE: the router's probabilities.
-      squares_B: squares of the log of the sum of the exponents of its logits.
+      squares_B: the square of the log-sum-exp of the router's logits.
     """
 
     counts_BE: jax.Array
@@ -46,11 +47,11 @@ class RouterSums(NamedTuple):
 
 
 class RouterLosses(NamedTuple):
-    """Losses of the routing, summed over rows, float32.
+    """The router's losses, summed over rows, float32; one value for each layer with experts.
 
     Attributes:
-      balance_L: load-balancing loss, one for each layer with experts; see `losses`.
-      z_L: router z-loss, likewise.
+      balance_L: load-balancing loss, see `losses`.
+      z_L: router z-loss, see `losses`. Both are `[1]` if the statistics were pooled.
     """
 
     balance_L: jax.Array
@@ -59,32 +60,33 @@ class RouterLosses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RouterLossWeights:
-    """How the losses of the routing count beside the token losses.
+    """How much the router's losses count beside the token losses.
 
     Attributes:
       balance: coefficient of the load-balancing loss.
       z: coefficient of the router z-loss.
-      is_pooled: take the statistics over all layers and rows together, as transformers does.
+      is_pooled: whether statistics are taken over all layers and rows together, as in transformers.
     """
 
-    balance: float = 0.0
-    z: float = 0.0
-    is_pooled: bool = False
-
-
-UNWEIGHTED = RouterLossWeights()
+    balance: float
+    z: float
+    is_pooled: bool
 
 
 def losses(sums: RouterSums, is_token_BT: jax.Array, *, is_pooled: bool) -> RouterLosses:
-    """The losses of the routing from the statistics of all layers, `[L, B, ...]` each.
+    """The router's losses from the statistics of all layers.
 
-    In each layer and row, with f the share of the row's tokens that went to an expert and p its
-    mean probability, the load-balancing loss is E · Σ f p over the experts (Fedus et al. 2021,
-    equations 4 to 6; here f sums to the experts of a token, as in transformers). It does not depend
-    on which rows are computed together. The z-loss is the mean over the tokens of the squared log
-    of the sum of the exponents of the logits (Zoph et al. 2022, equation 5).
+    For each layer and row, f is the share of the row's tokens that were sent to an expert, and p is
+    the expert's mean probability. The load-balancing loss is E · Σ f p over the experts (Fedus et
+    al. 2021, equations 4 to 6; but f sums to the number of experts of a token, as in transformers).
+    Taken by row, it does not depend on which rows are computed together. The z-loss is the mean
+    over the row's tokens of the squared log-sum-exp of the logits (Zoph et al. 2022, equation 5).
 
-    Pooled, f and p are means over all layers and tokens, whose one loss counts for each row.
+    Args:
+      sums: the statistics of all layers, `[L, B, ...]` each.
+      is_token_BT: which positions hold a token, and not padding.
+      is_pooled: take f, p and the z-loss as means over the tokens of all layers and rows instead.
+        The one loss that this gives is counted once for each row that is not empty.
     """
     tokens_B = is_token_BT.sum(axis=-1).astype(jnp.float32)
     rows = jnp.float32(1)
@@ -101,7 +103,10 @@ def losses(sums: RouterSums, is_token_BT: jax.Array, *, is_pooled: bool) -> Rout
 
 
 def objective(found: RouterLosses, weights: RouterLossWeights) -> jax.Array:
-    """The part of the loss, summed over rows: coefficients times the means over the layers."""
+    """What the router's losses add to the training loss: a scalar, summed over rows.
+
+    It is the sum of both losses, each a mean over the layers times its coefficient.
+    """
     return weights.balance * found.balance_L.mean() + weights.z * found.z_L.mean()
 
 
@@ -112,7 +117,15 @@ def route(
     cfg: Experts,
     dropout: layers.Dropout | None,
 ) -> tuple[Routing, RouterSums]:
-    """The best experts of each token by the softmax of the router's logits, in float32."""
+    """Chooses each token's experts by the softmax of the router's logits, in float32.
+
+    Args:
+      x_BTD: what the router reads.
+      router: its weight, `[D, E]`, and adapter.
+      is_token_BT: which positions hold a token, and not padding.
+      cfg: how many experts a token has, and whether their factors are made to sum to 1.
+      dropout: dropout on the input of the router's adapter.
+    """
     logits_BTE = layers.linear(x_BTD, router, dropout).astype(jnp.float32)
     probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
     factors_BTK, ids_BTK = jax.lax.top_k(probs_BTE, cfg.per_token)
@@ -133,11 +146,12 @@ def experts(
     gated: Callable[[jax.Array, jax.Array], jax.Array],
     cfg: Experts,
 ) -> jax.Array:
-    """Sum of the outputs of each token's experts, gated MLPs, times their factors: `[B, T, D]`.
+    """The sum of the outputs of each token's experts, times their factors: `[B, T, D]`.
 
-    Where devices hold different experts, each gets the tokens of all, computes what goes to its
-    own, and gets back the sums of its own tokens. `gated` makes one of what `gate_proj` and
-    `up_proj` give.
+    An expert is a gated MLP; `gated` makes one of what `gate_proj` and `up_proj` give. Under expert
+    parallelism each device gathers the tokens of all devices, computes those that are sent to its
+    own experts, and a reduce-scatter returns to each device the sums of its own tokens. Here A
+    counts the pairs of a token and one of its experts, and R the same pairs sorted by expert.
     """
     gate, up, down = (module[name] for name in ("gate_proj", "up_proj", "down_proj"))
     exchange = gate.exchange
@@ -150,8 +164,8 @@ def experts(
     x_RD = grouped.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), groups, cfg.per_token)
     gate_RF = checkpoint_name(_linear(x_RD, gate, groups), "mlp_gate")
     up_RF = checkpoint_name(_linear(x_RD, up, groups), "mlp_up")
-    # The factors of the outputs, put before the last product, which is linear: the gradient of a
-    # factor then needs no output, which would have to be kept or computed again.
+    # The factors multiply the outputs. As `down` is linear, they may multiply its input instead:
+    # then their gradient needs that input, and not the output, which would have to be kept.
     factors_R1 = grouped.dispatch(factors_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
     out_RD = _product(gated(gate_RF, up_RF) * factors_R1, down, groups)
     out_AD = grouped.collect(out_RD, groups)
@@ -184,11 +198,9 @@ def _linear(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> j
 def _product(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> jax.Array:
     """`x W + scaling · (x A) B` of each sorted row, with the matrices of its expert."""
     assert module.contracting == -2, module.name
-    if module.frozen and module.keep_gathered:
-        gathered = checkpoint_name(module.gather(module.weight), "gathered")
-        y_RN = grouped.frozen_dot(x_RK, gathered, groups, params.whole)
-    elif module.frozen:
-        y_RN = grouped.frozen_dot(x_RK, module.weight, groups, module.gather)
+    if module.frozen:
+        shard, gather = module.frozen_operand
+        y_RN = grouped.frozen_dot(x_RK, shard, groups, gather)
     else:
         y_RN = grouped.dot(x_RK, module.gather(module.weight), groups)
     if module.lora_a is None or module.lora_b is None or module.scaling is None:

@@ -1,7 +1,8 @@
-"""Models that read images or sound too: what their files say of the text model, which is used.
+"""The text model within the files of a model that also reads images or sound.
 
-The text model's config is nested in config.json, and its tensors have a level more in their names,
-in one of two spellings. The tensors of the rest are known, and left as they are.
+Only the text model is used. Its config is nested in config.json as `text_config`, and the names of
+its tensors have one level more, which newer and older files spell differently. The tensors of the
+other parts are recognised by name; they are not loaded, and merging copies them.
 """
 
 import dataclasses
@@ -10,14 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from purelora import errors
-from purelora.models import stacks
+from purelora.models import reading, stacks
 from purelora.models.reading import Config
 from purelora.models.storage import Layout
 
-# Name of the text model in newer files, which is also that of its modules; and in older ones.
+# How names of the text model's modules begin; and, by how newer files' names begin, older files'.
 PREFIX = "model.language_model"
 _OLDER = {f"{PREFIX}.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-_BESIDE = (
+# How names of the other parts' tensors begin.
+_OTHER_PARTS = (
     "vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.",
 )  # fmt: skip
 _KEYS = re.compile(r".*\blayers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.\w+")
@@ -26,12 +28,12 @@ _NESTED = "ForConditionalGeneration"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """The part of a config.json that is of the text model.
+    """The part of a config.json that describes the text model.
 
     Attributes:
-      fields: its keys.
-      where: what it is called in messages.
-      prefix: what the names of its modules begin with.
+      fields: the fields of that part.
+      where: its name in messages.
+      prefix: how Hugging Face's names of the text model's modules begin.
     """
 
     fields: Mapping[str, Any]
@@ -40,17 +42,18 @@ class Text:
 
 
 def text_of(config: Mapping[str, Any], where: str, absent: Mapping[str, Any]) -> Text:
-    """The text model's part of a config.json, which is all of it for a model of text alone.
+    """The part of a config.json that describes the text model; all of it if there is no other.
 
     Args:
-      config: the keys of the file.
-      where: its name, for messages.
-      absent: what the format means by leaving fields of a nested config out.
+      config: the contents of the file.
+      where: the name of the file, for messages.
+      absent: for fields that a nested config may leave out, the value that this means.
 
     Raises:
-      ModelError: the nested config is missing.
+      ModelError: the nested config is missing or no object.
     """
-    if not str(config.get("architectures")).rstrip("'])").endswith(_NESTED):
+    name = reading.architecture(config)
+    if not (isinstance(name, str) and name.endswith(_NESTED)):
         return Text(config, where, "model")
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):
@@ -61,12 +64,12 @@ def text_of(config: Mapping[str, Any], where: str, absent: Mapping[str, Any]) ->
 
 
 def is_left_out(cfg: Config, name: str) -> bool:
-    """Whether a file may hold the tensor `name`, although the text model does not use it.
+    """Whether a file may hold the tensor `name` although the model does not use it.
 
-    It may be of the part that reads images or sound, or of keys and values in a layer that shares
-    those of another one.
+    That is so for the parts that read images or sound, and for the projections of keys and values
+    of a layer that shares those of an earlier layer.
     """
-    if cfg.prefix == PREFIX and name.removeprefix("model.").startswith(_BESIDE):
+    if cfg.prefix == PREFIX and name.removeprefix("model.").startswith(_OTHER_PARTS):
         return True
     found = _KEYS.fullmatch(name)
     sharing = {n for stack in stacks.of(cfg) if stack.cfg.shares_keys for n in stack.layers}
@@ -74,7 +77,7 @@ def is_left_out(cfg: Config, name: str) -> bool:
 
 
 def spellings(cfg: Config, layout: Layout) -> dict[str, Layout]:
-    """The layout under the names that files may have, by a name for the spelling."""
+    """A layout in each spelling that files may have, by what to append to the layout's name."""
     if cfg.prefix != PREFIX:
         return {"": layout}
     shapes = {older(name): shape for name, shape in layout.shapes.items()}
@@ -86,7 +89,7 @@ def spellings(cfg: Config, layout: Layout) -> dict[str, Layout]:
 
 
 def older(name: str) -> str:
-    """The name of a tensor in older files."""
+    """The older files' spelling of a tensor's name."""
     for new, old in _OLDER.items():
         if name.startswith(new):
             return old + name.removeprefix(new)
@@ -94,5 +97,5 @@ def older(name: str) -> str:
 
 
 def beside(name: str, tensor: str) -> str:
-    """`name` in the spelling of a file that has a tensor called `tensor`."""
+    """`name` in the spelling of a file, of which a tensor's name shows it."""
     return older(name) if tensor.startswith(tuple(_OLDER.values())) else name

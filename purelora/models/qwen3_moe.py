@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3's layers with a mixture of many small experts in place of the MLP.
 
-Some layers may have a plain MLP: those of `mlp_only_layers`, and with a `decoder_sparse_step` of n
-all but each n-th.
+Some layers may have a plain MLP (dense layers): those of `mlp_only_layers`, and with
+`decoder_sparse_step` = n all layers but every n-th.
 """
 
 import functools
@@ -18,7 +18,7 @@ _COUNTS = "num_experts", "num_local_experts"
 
 
 def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
-    """Reads a config.json; what may be left out is as in Qwen3, and the layers with a plain MLP.
+    """Reads a config.json; as in Qwen3 fields may be left out, and those that name dense layers.
 
     Raises:
       ModelError: a missing or wrong field; all of them in one error.

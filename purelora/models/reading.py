@@ -47,10 +47,10 @@ class Experts:
       count: number of routed experts.
       per_token: how many of them each token goes to.
       intermediate_size: width of each.
-      is_normalised: whether a token's factors of its experts sum to 1.
-      files: how the family's files hold them, if there is no file to see it from; one of
-        `storage.CONVENTIONS`.
-      clamp: of their activation, if it has one.
+      is_normalised: whether the routing weights of a token's experts are made to sum to 1.
+      files: how the family's files name experts, a key of `storage.CONVENTIONS`; it is used where
+        there is no file to look at.
+      clamp: bounds of their activation, if it has any.
     """
 
     count: int
@@ -63,11 +63,11 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerInputs:
-    """An input that each layer gets besides the activations, from the tokens and their embeddings.
+    """Per-layer inputs, see `models/layer_inputs.py`.
 
     Attributes:
-      size: width of a layer's input.
-      vocab_size: rows of the table that the tokens' part of it is in.
+      size: size of a layer's input for a token.
+      vocab_size: rows of the table of their embeddings.
     """
 
     size: int
@@ -102,11 +102,13 @@ class Config:
       embedding_scale: factor of the embeddings.
       experts: the mixture of experts, if the layers have one.
       layer_inputs: what the layers get besides the activations, if anything.
-      keys_are_values: whether values are keys that are normed and rotated otherwise.
-      shares_keys: whether keys and values are those of the last layer of the same kind that has
-        its own.
-      groups: of the layers, if they differ; together they hold every layer once.
-      prefix: what Hugging Face's names of the modules begin with.
+      keys_are_values: whether the values come from the projection of the keys (they are normed
+        differently, and not rotated).
+      shares_keys: whether the layers use the keys and values of an earlier layer: of the last layer
+        of the same kind that has its own.
+      groups: groups of layers whose parameters differ in shape, together every layer once; () if
+        all layers are alike.
+      prefix: how Hugging Face's names of the modules begin.
     """
 
     hidden_size: int
@@ -144,6 +146,12 @@ class Config:
         """Number of each layer's kind among `kinds`."""
         kinds = self.kinds
         return tuple(kinds.index(kind) for kind in self.layer_kinds)
+
+
+def architecture(config: Mapping[str, Any]) -> Any:
+    """The first name in a config.json's `architectures`, unchecked; None if there is none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else names
 
 
 class Reader:

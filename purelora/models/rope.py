@@ -186,9 +186,9 @@ def _llama3(
 
 
 def _proportional(scaling: Mapping[str, Any], theta: float, head_dim: int, where: str) -> Rope:
-    """The first pairs of a head are rotated as if all were, the rest is left as it is.
+    """Partial rotation: the first pairs of a head have their usual frequencies, the others 0.
 
-    What the format means by leaving them out: all pairs, and no slowing.
+    Without `partial_rotary_factor` all pairs are rotated, without `factor` none is slowed.
     """
     part, factor = (
         1.0

@@ -1,4 +1,4 @@
-"""Running through the layers of a model, scanned or unrolled."""
+"""Runs the layers of a model one after the other, scanned or unrolled."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -26,15 +26,17 @@ Kind = int | jax.Array
 
 
 class Layer(NamedTuple):
-    """What tells a layer from the others of its stack; traced, while the stack is scanned.
+    """One layer, as the body of the loop gets it.
+
+    The frozen weights come as whole stacks and are sliced inside the body: a slice that is taken
+    outside of what `jax.checkpoint` recomputes would be saved for the backward pass.
 
     Attributes:
-      frozen: frozen weights of the whole stack, by module path. A slice of them that is taken
-        outside of what is rematerialised would be saved for the backward pass.
-      own: the rest of its parameters; all of them if `frozen` is empty.
-      position: of the layer in its stack.
-      number: of the layer in the model.
-      given: what it gets besides.
+      frozen: frozen weights of the whole stack `[L, ...]`, by module path; empty when unrolled.
+      own: the layer's modules, without the weights that are in `frozen`.
+      position: int32 position of the layer in its stack.
+      number: int32 number of the layer in the model.
+      given: the layer's slice of `run`'s argument `given`.
     """
 
     frozen: dict[str, Any]
@@ -45,28 +47,30 @@ class Layer(NamedTuple):
 
     @property
     def bound(self) -> trees.Tree:
-        """Its parameters."""
+        """All of the layer's modules, with their weights."""
         return params.with_weights(self.own, self.frozen, self.position)
 
 
-# (carry, layer, number of the layer's kind in its stack, number of the stack) -> (carry, y)
+# (carry, layer, index of its kind in `Config.kinds` of its stack, index of the stack) -> (carry, y)
 Body = Callable[[Any, Layer, Kind, int], tuple[Any, Any]]
-_OfStacks = Sequence[Any]
 
 
 def of_kind(kind: Kind, options: Sequence[Any]) -> Any:
-    """The option (a pytree) of a layer's kind, a number; traced, it selects among arrays."""
+    """The one of `options` (pytrees) with index `kind`; a traced index selects array by array."""
     if isinstance(kind, int):
         return options[kind]
     return jax.tree.map(lambda *arrays: jax.lax.select_n(kind, *arrays), *options)
 
 
 def rematted(body: Body, *, scan: bool, remat: bool) -> Body:
-    """`body`, recomputed in the backward pass; without `remat`, only what is cheap in it is."""
+    """`body` under `jax.checkpoint`: all of it is recomputed in the backward pass if `remat`.
+
+    Without `remat` only the values of `SAVED_NAMES` are kept, and what is cheap is recomputed.
+    """
     policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 
     def run(carry: Any, layer: Layer, kind: Kind, stack: int) -> tuple[Any, Any]:
-        # An int stays one, and is not traced.
+        # Without this, `jax.checkpoint` would trace an int kind.
         static = (2, 3) if isinstance(kind, int) else (3,)
         # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
         once = jax.checkpoint(body, prevent_cse=not scan, policy=policy, static_argnums=static)
@@ -85,21 +89,23 @@ def run(
     given: Any = None,
     scan: bool,
 ) -> tuple[Any, Any]:
-    """Runs `carry, y = body(carry, layer, kind, stack)` through all layers of a model.
+    """Runs `carry, y = body(carry, layer, kind, stack)` through all layers of a model, in order.
 
-    Layers of different kinds in one stack share one compiled body, in which the kind is a traced
-    number; where a stack has one kind, or nothing is scanned, it is an int.
+    The kind of a layer is an int, unless a stack with layers of several kinds is scanned. These
+    layers share one compiled body, in which the kind is a traced number.
 
     Args:
-      body: one layer of a stack. What it closes over must not depend on the layer.
-      carry: what goes from layer to layer.
-      stacks: the stacks.
-      bound: parameters of each, with a leading layer axis.
-      given: pytree of what the layers get besides, stacked over all layers of the model.
-      scan: one compiled body for what repeats, or every layer compiled by itself.
+      body: one layer. What it closes over must not depend on the layer.
+      carry: what the first layer gets as its carry.
+      stacks: the stacks of the model.
+      bound: the bound modules of each stack, with a leading layer axis.
+      given: pytree of further inputs of the layers, `[L, ...]` over all layers of the model.
+      scan: compile one body for each repeated part of the layers' order, see `stacks`; or every
+        layer by itself.
 
     Returns:
-      The last carry; and the y of all layers that give one, stacked in the order of the layers.
+      The last layer's carry; and the y of all layers whose y is not None, stacked in the order of
+      the layers (None if there are none).
     """
     if not scan:
         return _unrolled(body, carry, stacks, bound, given)
@@ -143,10 +149,19 @@ def _scanned(
     carry: Any,
     xs: dict[int, Any],
 ) -> tuple[Any, dict[int, Any]]:
-    """Goes through runs; `xs` and the y that are returned are stacked over the layers of each.
+    """Scans over runs, and calls itself for runs within them.
 
-    A run of one layer is a scan too: what it slices off by itself would be saved for the backward
-    pass, and XLA makes no loop of it.
+    A run of a single layer is a scan too, of length 1. Slicing that layer off would save the slice
+    for the backward pass, and XLA does not compile such a scan as a loop.
+
+    Args:
+      one: one layer, as the body of `lax.scan`.
+      runs: the layers' order.
+      carry: what the first layer gets.
+      xs: inputs of the layers of each stack, stacked, by the index of the stack.
+
+    Returns:
+      The last carry; and the y of the layers of each stack, stacked, by the index of the stack.
     """
     used = dict.fromkeys(xs, 0)
     ys: dict[int, list[Any]] = {stack: [] for stack in xs}
@@ -176,7 +191,7 @@ def _fold(count: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def _part(xs: Any, start: int, count: int) -> Any:
-    """`count` layers from `start` on; all of a stack is no copy."""
+    """The `count` layers from `start` on; a whole stack is not copied."""
 
     def cut(array: jax.Array) -> jax.Array:
         is_all = array.shape[0] == count
@@ -185,8 +200,8 @@ def _part(xs: Any, start: int, count: int) -> Any:
     return jax.tree.map(cut, xs)
 
 
-def _in_order(ys: _OfStacks, stacks: Sequence[Stack]) -> Any:
-    """What the layers of several stacks give, in the order of the layers."""
+def _in_order(ys: Sequence[Any], stacks: Sequence[Stack]) -> Any:
+    """The y of each stack's layers as one, in the order of the layers in the model."""
     having = [n for n, y in enumerate(ys) if jax.tree.leaves(y)]
     if len(having) < 2:
         return ys[having[0]] if having else None

@@ -1,7 +1,9 @@
-"""Layers that share the keys and values of earlier ones.
+"""KV sharing: layers that attend to the keys and values of an earlier layer.
 
-The last layers of some models have no keys and values of their own: each takes those of the last
-layer of its kind that has. Layers that have hand theirs on, so that the last ones stay.
+The last layers of some models (Gemma 4's smaller ones) have no projections of keys and values. Each
+uses those of the last layer of its kind (sliding window or full) that has them. While the layers
+run, each layer with keys and values overwrites those of its kind in the carry, so that at the end
+the last layer's are there.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from purelora.models import stacks
 from purelora.models.reading import Kind
 
 KeysValues = tuple[jax.Array, jax.Array]
-Carry = tuple[jax.Array, KeysValues | None]  # The activations, and what a layer shares.
+Carry = tuple[jax.Array, KeysValues | None]  # The activations, and an earlier layer's keys, values.
 
 
 def is_shared(groups: Sequence[stacks.Stack]) -> bool:
@@ -26,7 +28,7 @@ def is_shared(groups: Sequence[stacks.Stack]) -> bool:
 
 
 def owner(groups: Sequence[stacks.Stack], kind: Kind) -> tuple[int, int]:
-    """Number of the stack, and position in it, of the last layer of a kind that has keys."""
+    """Where the keys and values of a kind come from: index of the stack, and position in it."""
     found = [
         (layer, number, position)
         for number, stack in enumerate(groups)
@@ -39,12 +41,12 @@ def owner(groups: Sequence[stacks.Stack], kind: Kind) -> tuple[int, int]:
 def mixing(
     mix: Callable[..., jax.Array], shared: KeysValues | None, *, keeps: bool
 ) -> Callable[..., tuple[jax.Array, KeysValues | None]]:
-    """`blocks.Context.mix`, with `shared` in place of what a layer does not have.
+    """Makes a `blocks.Context.mix` that uses an earlier layer's keys and values where needed.
 
     Args:
-      mix: attention.
-      shared: keys and values of an earlier layer.
-      keeps: whether a layer's own are given out.
+      mix: attention, from (q, k, v) to the mixed values.
+      shared: keys and values of the earlier layer; None for a layer that has its own.
+      keeps: whether to return a layer's own keys and values beside the mixed values.
     """
 
     def mixed(
@@ -67,15 +69,20 @@ def run(
     given: Any,
     scan: bool,
 ) -> tuple[jax.Array, Any]:
-    """`scan.run` with what layers share: returns the activations and the routers' statistics.
+    """`scan.run` with the shared keys and values in its carry.
 
     Args:
-      block: `(x, shared keys and values), layer, kind, stack` to a `blocks.Output` and None.
-      x_BTD: the activations.
-      groups: the stacks.
-      bound: parameters of each.
-      given: what the layers get besides, stacked over all of them.
+      block: one layer: ((activations, shared keys and values), layer, kind, stack) to
+        (`blocks.Output`, None).
+      x_BTD: input of the first layer.
+      groups: the stacks of the model.
+      bound: the bound modules of each stack.
+      given: see `scan.run`.
       scan: see `scan.run`.
+
+    Returns:
+      The activations after the last layer, and the routers' statistics, stacked over the layers
+      with experts (None without).
     """
     kinds = list(dict.fromkeys(stack.cfg.kinds[0] for stack in groups if stack.cfg.shares_keys))
 
@@ -104,13 +111,13 @@ def _zeros(
     given: Any,
     kind: Kind,
 ) -> KeysValues:
-    """What the first layer finds in the place of keys and values: arrays as all layers give."""
+    """Zeros in the shape and dtype of the keys and values of a kind, to begin the carry with."""
     number, _ = owner(groups, kind)
     zero = jnp.int32(0)
     layer = scan_lib.Layer({}, params.layer(bound[number], 0), zero, zero, params.layer(given, 0))
     like = jax.eval_shape(
         lambda x, layer: block((x, None), layer, 0, number)[0].mixed, x_BTD, layer
     )
-    # Zeros of these vary over the devices as they do, which the carry of a scan must.
+    # `zeros_like` keeps the mesh axes that these vary over, as the carry of a scan must.
     zeros: KeysValues = jax.tree.map(jnp.zeros_like, like)
     return zeros

@@ -1,10 +1,13 @@
-"""The layers of a model as groups of stacks, and the order in which these are run.
+"""The layers of a model as stacks, and the order in which they are run.
 
-Layers whose parameters have the same shapes are one stack: at `layers` if all of the model's are,
-else each group at `layers.<name>`. Files name layers by their number in the model; trees know
-stacks and positions in them.
+Layers whose parameters have the same shapes are stored in one stack. If all layers of the model
+have, its path in the tree is `layers`; else each group of layers is a stack at `layers.<name>`.
+Files name a layer by its number in the model, trees by a stack and a position in it.
 
-    groups of the layers    s s s f s s s f s        tree paths layers.s, layers.f
+To scan the layers, their order is written as nested repetitions, so that each repeated part is
+compiled once. Here `s` is a layer of one group (such as sliding window) and `f` of another (full):
+
+    layers in order         s s s f s s s f s        tree paths layers.s, layers.f
     runs                    2 × (3 × s, f), s        two bodies of s and one of f are compiled
 """
 
@@ -19,12 +22,12 @@ ROOT = "layers"
 
 
 class Stack(NamedTuple):
-    """Layers that are stored together.
+    """Layers that are stored together, in arrays with a leading layer axis.
 
     Attributes:
       path: tree path of the stack.
-      layers: their numbers in the model, ascending; the position in the stack is that in here.
-      cfg: the config of a model of these layers alone.
+      layers: for each position in the stack, the number of the layer in the model; ascending.
+      cfg: the config of a model that has only these layers.
     """
 
     path: str
@@ -34,7 +37,7 @@ class Stack(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def of(cfg: Config) -> tuple[Stack, ...]:
-    """The stacks of a model, by the first layer of each."""
+    """The stacks of a model, in the order of their first layers."""
     groups = cfg.groups or (Group("", tuple(range(cfg.num_hidden_layers))),)
     found = []
     for group in sorted(groups, key=lambda group: group.layers[0]):
@@ -51,28 +54,36 @@ def of(cfg: Config) -> tuple[Stack, ...]:
 
 
 def holding(cfg: Config, path: str) -> Stack | None:
-    """The stack that the leaf or module at `path` is in; None for what is not in a layer."""
+    """The stack that holds the leaf or module at `path`; None if it is in no layer."""
     return next((s for s in of(cfg) if path.startswith(f"{s.path}.")), None)
 
 
 def numbers(stacks: Sequence[Stack]) -> list[int]:
-    """Which of `stacks` each layer of the model is in."""
+    """For each layer of the model, in order, the index in `stacks` of the stack that holds it."""
     of_layer = {layer: n for n, stack in enumerate(stacks) for layer in stack.layers}
     return [of_layer[layer] for layer in sorted(of_layer)]
 
 
 class Run(NamedTuple):
-    """Layers one after the other, `times` times: one of a stack, or a sequence of runs."""
+    """A part of the layers' order that is repeated.
+
+    Attributes:
+      times: how often.
+      body: what is repeated: one layer of the stack of this index, or runs one after the other.
+    """
 
     times: int
     body: int | tuple["Run", ...]
 
 
 def runs(sequence: Sequence[int]) -> tuple[Run, ...]:
-    """A sequence of stacks by what repeats in it.
+    """Writes the order of layers as nested repetitions.
 
-    From each place on, the shortest period of those that get furthest is taken, and the layers of
-    the period are runs themselves.
+    It goes greedily from the front: of all periods it takes the one whose whole repetitions reach
+    furthest, of several such the shortest. A period of more than one layer is written as runs too.
+
+    Args:
+      sequence: the stack of each layer, see `numbers`.
     """
     found, start = [], 0
     while start < len(sequence):
@@ -87,8 +98,7 @@ def runs(sequence: Sequence[int]) -> tuple[Run, ...]:
 
 
 def _reach(sequence: Sequence[int], period: int) -> int:
-    """How much of the beginning of a sequence is whole repetitions of its first `period`; 0 if
-    there is but one."""
+    """How many layers from the front repeat the first `period` of them; 0 without repetition."""
     first, count = sequence[:period], 1
     while sequence[count * period : (count + 1) * period] == first:
         count += 1
@@ -96,7 +106,7 @@ def _reach(sequence: Sequence[int], period: int) -> int:
 
 
 def counts(run: Run) -> dict[int, int]:
-    """How many layers of each stack one repetition of `run` has."""
+    """How many layers of each stack are in the body of `run`, by the index of the stack."""
     if isinstance(run.body, int):
         return {run.body: 1}
     found: dict[int, int] = {}

@@ -1,14 +1,14 @@
-"""Where the layers of a model's leaves lie in the tensors of its files.
+"""From the leaves of a model's tree to the tensors of its files, and back.
 
-Most leaves are one tensor for each layer, `[out, in]` where the leaf is `[in, out]`. Files hold the
-experts of a layer in one of these ways, here for `layers.mlp.experts.up_proj.weight` [L, E, D, F]:
+A leaf of stacked layers `[L, in, out]` is one tensor `[out, in]` for each layer. Files hold the
+experts of a layer in one of three ways, here for `layers.mlp.experts.up_proj.weight` [L, E, D, F]:
 
     each by itself   model.layers.3.mlp.experts.5.up_proj.weight   [F, D]
     joined           model.layers.3.mlp.experts.gate_up_proj       [E, 2 F, D], up in the last rows
     interleaved      model.layers.3.mlp.experts.gate_up_proj       [E, D, 2 F], up in odd columns
 
-All that reads or writes weights goes through a `Layout`: the tensors, and the parts of leaves in
-each of them. Which layout a file has is seen from the names of its tensors.
+Everything that reads or writes weights goes through a `Layout`, which lists the tensors and the
+parts of leaves in each of them. The names of a file's tensors tell which layout it has.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ Box = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One layer, or one expert of a layer, of a leaf in a tensor of a file.
+    """One layer of a leaf, or one expert of a layer, as a box of a file's tensor.
 
     Attributes:
       leaf: path of the leaf.
-      index: which of its layers, and of their experts; empty if the leaf has no layers.
-      name: Hugging Face name of that layer of the leaf; of all experts together.
-      tensor: name of the tensor.
-      box: the part of the tensor that it is.
-      is_transposed: whether that is the other way round than the leaf.
+      index: position in the leaf: (layer,) or (layer, expert); () for a leaf without layers.
+      name: Hugging Face name of the layer of the leaf; for an expert, without its number.
+      tensor: name of the tensor in the file.
+      box: a slice of each dimension of the tensor.
+      is_transposed: whether the last two dimensions are swapped between leaf and tensor.
       is_joined: whether the tensor holds all experts, along its first dimension.
     """
 
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def expert(self) -> int | None:
-        """The number of the expert, if it is of one."""
+        """The number of the expert; None if the part is no expert."""
         return self.index[1] if len(self.index) > 1 else None
 
     @property
@@ -61,12 +61,12 @@ class Part:
         return sizes[1:] if self.is_joined else sizes
 
     def within(self, box: Box) -> Box:
-        """`box`, of the part itself as the file has it, as a box of the tensor."""
+        """A box of this part, in the file's order of dimensions, as a box of the whole tensor."""
         outer, inner = self.box[: -len(box)], zip(self.box[-len(box) :], box, strict=True)
         return outer + tuple(_within(a, b) for a, b in inner)
 
     def put(self, tensor: np.ndarray, values: np.ndarray) -> None:
-        """Writes `values`, as the leaf has them, to their place in a tensor."""
+        """Writes `values`, in the leaf's order of dimensions, to their box in `tensor`."""
         tensor[self.box] = values.T if self.is_transposed else values
 
 
@@ -91,11 +91,11 @@ def steps(box: Box) -> Box:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The tensors of a file and what they hold.
+    """The tensors of a file and the parts of leaves that they hold.
 
     Attributes:
-      shapes: shape of every tensor, by name.
-      parts: parts of every leaf, by its path, in the order of layers and experts.
+      shapes: shape of every tensor, by its name.
+      parts: the parts of every leaf, by its path; layer after layer, and expert after expert.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -113,15 +113,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Convention:
-    """How one kind of files names a mixture of experts and its matrices.
+    """How the files of one kind name a mixture of experts and its matrices.
 
     Attributes:
-      block: what it calls the module `mlp`.
-      matrices: the matrices of an expert that one of its tensors holds one after the other, by its
-        name of that tensor.
-      has_numbers: whether each expert has tensors of its own.
-      is_interleaved: whether the matrices of one tensor alternate, row by row or, since they are
-        then not transposed, column by column; and their biases, element by element.
+      block: their name of the module that is called `mlp` here.
+      matrices: which matrices of an expert a tensor holds, one after the other along the rows; by
+        the last part of the tensor's name.
+      has_numbers: whether each expert has tensors of its own, with its number in their names.
+      is_interleaved: whether the matrices of one tensor alternate in it instead. Then they are
+        `[in, out]`, and what alternates are columns, and elements of biases.
     """
 
     block: str
@@ -160,12 +160,12 @@ def beside(convention: str) -> tuple[str, ...]:
 def layout(
     infos: Mapping[str, ParamInfo], names: Mapping[str, Sequence[str]], convention: str
 ) -> Layout:
-    """The layout of the files of one convention.
+    """The layout of a model's files by one convention.
 
     Args:
       infos: declarations of the leaves, by path.
-      names: Hugging Face name of each layer of every leaf.
-      convention: one of `CONVENTIONS`.
+      names: Hugging Face names of the layers of every leaf, by the leaf's path.
+      convention: a key of `CONVENTIONS`.
     """
     naming = CONVENTIONS[convention]
     mixtures = {p.partition(".experts.")[0] for p, info in infos.items() if info.has_experts}
@@ -195,7 +195,7 @@ def _experts(
     naming: Convention,
     shapes: dict[str, tuple[int, ...]],
 ) -> Iterator[Part]:
-    """The experts of one layer of a leaf; adds the shapes of their tensors."""
+    """The parts of one layer of a leaf of experts; adds their tensors to `shapes`."""
     around, _, rest = name.rpartition(".experts.")
     around = f"{around[: -len('mlp')]}{naming.block}" if around.endswith(".mlp") else around
     matrix, _, kind = rest.rpartition(".")

@@ -50,12 +50,14 @@ def text_of(config: Mapping[str, Any], where: str, absent: Mapping[str, Any]) ->
     Raises:
       ModelError: the nested config is missing.
     """
-    if not str(config.get("architectures")).rstrip("'])").endswith(_NESTED):
+    if not config["architectures"][0].endswith(_NESTED):
         return Text(config, where, "model")
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):
         what = "is missing" if nested is None else "is not an object"
-        raise errors.ModelError(f"{where}: text_config", nested, what, "")
+        raise errors.ModelError(
+            f"{where}: text_config", nested, what, "take the model's original config.json"
+        )
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return Text({**absent, **nested, **tied}, f"{where}: text_config", PREFIX)
 

@@ -114,6 +114,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 2,
         "mlp_only_layers": [5],
+        "use_sliding_window": True,
+        "sliding_window": 6,
     },
     "gemma2": _GEMMA | {
         "architectures": ["Gemma2ForCausalLM"],

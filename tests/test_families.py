@@ -72,7 +72,7 @@ def test_scan_and_remat_change_nothing(name):
     for scan, remat in ((True, False), (True, True)):
         got, other = run(adapters, scan, remat)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-        chex.assert_trees_all_close(other, grads, rtol=0, atol=1e-6)
+        chex.assert_trees_all_close(other, grads, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
@@ -151,7 +151,9 @@ def test_groups_of_layers_train_alike_on_a_mesh(name):
     wanted, _ = test_step.one_step(one, tiny.flat_batch())
     got, _ = test_step.one_step(dataclasses.replace(one, tensor=2, fsdp=2), tiny.flat_batch())
     # Scores are not scaled down here, and with random weights rounding grows from layer to layer.
-    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=2e-5)
+    for path, leaf in trees.flatten(wanted).items():
+        size = np.abs(leaf).max()
+        np.testing.assert_allclose(trees.flatten(got)[path], leaf, rtol=0, atol=1e-4 * size)
 
 
 def test_norms_of_heads_train_alike_on_a_mesh():

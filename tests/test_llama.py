@@ -300,7 +300,7 @@ def test_missing_field_is_named(field):
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps = -1e-05: is not a number > 0"),
         ({"rope_theta": "big"}, "rope_theta = 'big': is not a positive number"),
         ({"architectures": ["MambaForCausalLM"]}, "architectures = .*Mamba.*known: Llama"),
-        ({"architectures": None}, "architectures: is not a model.*known: LlamaForCausalLM"),
+        ({"architectures": None}, "architectures: is not a list of one.*known: LlamaForCausalLM"),
     ],
 )
 def test_wrong_field_is_named(changes, message):

@@ -1,5 +1,6 @@
 """Reading ranges of bytes, text and JSON; whatever is bad about a file is a `ModelError`."""
 
+import collections
 import json
 import os
 import stat
@@ -101,16 +102,29 @@ def read_text(path: str) -> str:
         ) from error
 
 
-def read_json_object(path: str) -> dict[str, Any]:
+def read_json_object(path: str, *, may_repeat: bool = False) -> dict[str, Any]:
     """The JSON object in the file at `path`.
+
+    Args:
+      path: the file.
+      may_repeat: whether an object may have a key twice, of which the last one counts then.
 
     Raises:
       ModelError: the file cannot be read, is empty, is not UTF-8, is not valid JSON (a truncated
-        file, for example) or holds something other than an object.
+        file, for example), holds something other than an object, or a key twice.
     """
     text = read_text(path)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+            what = f"holds {name!r} twice in one object"
+            raise errors.ModelError(path, None, what, "delete the one that is wrong")
+        return found
+
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=None if may_repeat else unique)
     except RecursionError as error:
         raise errors.ModelError(path, None, "is nested too deeply", _REPLACE) from error
     except ValueError as error:

@@ -13,7 +13,7 @@ import numpy as np
 
 from purelora import errors
 from purelora.io import files, mxfp4, safetensors_file, source
-from purelora.models import gpt_oss
+from purelora.models import gpt_oss, reading
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -104,8 +104,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def _is_read(config: Mapping[str, Any], quantisation: Mapping[str, Any]) -> bool:
     """Whether the weights are quantised as their family is published."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = reading.architecture(config)
     return name in gpt_oss.ARCHITECTURES and quantisation.get("quant_method") == mxfp4.METHOD
 
 

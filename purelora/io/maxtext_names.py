@@ -255,7 +255,7 @@ def family(config: Mapping[str, Any], where: str) -> Family:
       ModelError: no family is known for the architecture.
     """
     name = reading.architecture(config)
-    if not isinstance(name, str) or name not in FAMILIES:
+    if name is None or name not in FAMILIES:
         what = "is an architecture whose MaxText checkpoints are not read"
         remedy = f"known: {', '.join(FAMILIES)}"
         raise errors.ModelError(f"{where}: architectures", name, what, remedy)

@@ -206,7 +206,8 @@ def from_hf(folder: str) -> Tokenizer:
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise errors.ModelError(folder, None, "has no tokenizer.json", _other_tokenizer(folder))
-    data = files.read_json_object(file)
+    # A vocabulary with a token twice is read as the backend reads it.
+    data = files.read_json_object(file, may_repeat=True)
     with _backend_errors(file):
         backend = tokenizers.Tokenizer.from_str(files.read_text(file))
     _check_added_ids(file, data, backend)

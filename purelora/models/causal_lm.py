@@ -289,13 +289,29 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     name = reading.architecture(config)
     for family in FAMILIES:
         if name in family.ARCHITECTURES:
+            _check_type(config, name, where)
             family_config = family.from_hf(config, where)
             infos = decoder.param_infos(family, family_config, dtype)
             return CausalLM(family, family_config, infos, targets.Adaptation())
     known = ", ".join(a for family in FAMILIES for a in family.ARCHITECTURES)
-    raise errors.ModelError(
-        f"{where}: architectures", name, "is not a model that purelora knows", f"known: {known}"
-    )
+    what = "is not a list of one model that purelora knows"
+    found = config.get("architectures")
+    raise errors.ModelError(f"{where}: architectures", found, what, f"known: {known}")
+
+
+def _check_type(config: Mapping[str, Any], architecture: str, where: str) -> None:
+    """A `model_type`, which transformers goes by, must be of the architecture.
+
+    The names follow from each other: Qwen3MoeForCausalLM is qwen3_moe, Gemma3ForCausalLM
+    gemma3_text, and that nested in the gemma3 of Gemma3ForConditionalGeneration as well.
+    """
+    family = architecture.partition("For")[0].lower()
+    nested = config.get("text_config")
+    for part, fields in (("", config), ("text_config: ", nested)):
+        found = fields.get("model_type") if isinstance(fields, Mapping) else None
+        if found is not None and str(found).replace("_", "").removesuffix("text") != family:
+            what, remedy = f"is not that of {architecture}", "take the model's original config.json"
+            raise errors.ModelError(f"{where}: {part}model_type", found, what, remedy)
 
 
 def make_forward(

@@ -26,7 +26,6 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     """
     reader = reading.Reader(config, where)
     heads = reader.heads(has_head_dim=True)
-    reader.unused(partial_rotary_factor=1)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         reader.stated(name)
     full = reading.Kind(reader.one_rope(heads["head_dim"]))
@@ -37,6 +36,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     return reader.config(
         **heads,
         **settings(reader),
+        attn_softcap=_softcap(reader, "attn_logit_softcapping"),
         layer_kinds=tuple(sliding if name == reading.SLIDING else full for name in types),
         is_tied=True,
     )
@@ -44,12 +44,10 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
 
 def settings(reader: reading.Reader) -> dict[str, Any]:
     """What this generation and the next have in common."""
-    reader.unused(use_bidirectional_attention=False)
     return {
         "hidden_act": reader.choice("hidden_activation", "gelu_pytorch_tanh"),
         "attention_bias": blocks.ATTENTION if reader.flag("attention_bias") else (),
         "attention_scale": reader.positive("query_pre_attn_scalar") ** -0.5,
-        "attn_softcap": _softcap(reader, "attn_logit_softcapping"),
         "final_softcap": _softcap(reader, "final_logit_softcapping"),
         "embedding_scale": math.sqrt(reader.size("hidden_size")),
         "norm_offset": 1.0,
@@ -57,4 +55,4 @@ def settings(reader: reading.Reader) -> dict[str, Any]:
 
 
 def _softcap(reader: reading.Reader, name: str) -> float | None:
-    return None if reader.fields.get(name) is None else reader.positive(name)
+    return None if reader.get(name) is None else reader.positive(name)

@@ -63,8 +63,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
 
 def _layer_types(reader: reading.Reader) -> list[str]:
     count, pattern = reader.size("num_hidden_layers"), 1
-    if reader.fields.get("layer_types") is None:
-        named = [name for name in _PATTERNS if reader.fields.get(name) is not None]
-        pattern = reader.size(named[0] if named else _PATTERNS[0])
+    if reader.get("layer_types") is None:
+        pattern = reader.size(reader.spelling(*_PATTERNS))
     types = [reading.SLIDING if (i + 1) % pattern else reading.FULL for i in range(count)]
     return list(reader.layer_types(types))

@@ -29,7 +29,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     heads = reader.heads(has_head_dim=True)
     types = _layer_types(reader)
     # With "vision" only tokens of images attend both ways; text stays causal.
-    if reader.fields.get("use_bidirectional_attention") != "vision":
+    if reader.get("use_bidirectional_attention") != "vision":
         reader.unused(use_bidirectional_attention=None)
     full = _full_heads(reader, types, heads)
     kinds = {
@@ -39,7 +39,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
             reader.size("sliding_window"),
         ),
     }
-    has_softcap = reader.fields.get("final_logit_softcapping") is not None
+    has_softcap = reader.get("final_logit_softcapping") is not None
     return reader.config(
         **heads,
         hidden_act=reader.choice("hidden_activation", "gelu_pytorch_tanh"),
@@ -67,13 +67,13 @@ def _full_heads(
 ) -> dict[str, Any]:
     """The fields of `Config` in which the layers with full attention differ from the others."""
     keys_are_values = reader.flag("attention_k_eq_v")
-    listed = reader.fields.get("per_layer_config")
+    listed = reader.get("per_layer_config")
     if listed is not None:
         own = _one_of_all(reader, listed, types)
     else:
         own = {"head_dim": reader.size("global_head_dim")}
-        if keys_are_values and reader.fields.get("num_global_key_value_heads") is not None:
-            own["num_key_value_heads"] = reader.fields["num_global_key_value_heads"]
+        if keys_are_values and reader.get("num_global_key_value_heads") is not None:
+            own["num_key_value_heads"] = reader.get("num_global_key_value_heads")
     mine = reading.Reader({**reader.fields, **own}, f"{reader.where}: layers that see everything")
     found = mine.heads(has_head_dim=True)
     reader.problems += [p for p in mine.problems if p not in reader.problems]
@@ -89,7 +89,8 @@ def _one_of_all(reader: reading.Reader, listed: Any, types: Sequence[str]) -> di
     what = f"is not the same for the layers {', '.join(full)}, and for them alone"
     is_known = isinstance(listed, Mapping) and all(isinstance(v, Mapping) for v in listed.values())
     entries = [dict(entry) for entry in listed.values()] if is_known else []
-    alike = bool(entries) and all(entry == entries[0] for entry in entries)
+    # As text: True is 1 otherwise.
+    alike = len({str(sorted(entry.items())) for entry in entries}) == 1
     good = is_known and alike and sorted(listed) == sorted(full)
     reader.check(good, "per_layer_config", listed, what)
     if not good:
@@ -110,7 +111,9 @@ def _layer_inputs(reader: reading.Reader) -> reading.LayerInputs | None:
 
 
 def _experts(reader: reading.Reader) -> reading.Experts | None:
+    count = reader.get("num_experts")
     if not reader.flag("enable_moe_block"):
+        reader.check(not count, "num_experts", count, "does not go with enable_moe_block = False")
         return None
     return reader.experts(
         "num_experts", "moe_intermediate_size", per_token="top_k_experts", files=storage.FUSED

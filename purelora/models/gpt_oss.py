@@ -33,9 +33,9 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     reader = reading.Reader(config, where)
     heads = reader.heads(has_head_dim=True)
     reader.stated("attention_bias")
-    if config.get("rope_parameters") is None:
+    if reader.get("rope_parameters") is None:
         # The format does not mean plain rotations by leaving it out.
-        reader.check(config.get("rope_scaling") is not None, "rope_scaling", None, "is missing")
+        reader.check(reader.get("rope_scaling") is not None, "rope_scaling", None, "is missing")
     alternating = (reading.SLIDING, reading.FULL) * reader.size("num_hidden_layers")
     types = reader.layer_types(alternating[: reader.size("num_hidden_layers")])
     window = reader.size("sliding_window") if reading.SLIDING in types else None

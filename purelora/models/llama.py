@@ -26,7 +26,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     """
     reader = reading.Reader(config, where)
     heads = reader.heads(has_kv_heads=False)
-    reader.unused(sliding_window=0, partial_rotary_factor=1)
+    reader.unused(sliding_window=0)
     return reader.config(
         **heads,
         hidden_act=reader.choice("hidden_act", "silu"),

@@ -21,8 +21,6 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     """
     reader = reading.Reader(config, where)
     heads = reader.heads()
-    # Mixed layers are another family's.
-    reader.unused(layer_types=None, partial_rotary_factor=1)
     window = reader.size("sliding_window") if reader.stated("sliding_window") else None
     return reader.config(
         **heads,

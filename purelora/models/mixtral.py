@@ -21,11 +21,11 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     """
     reader = reading.Reader(config, where)
     heads = reader.heads()
-    reader.unused(layer_types=None, partial_rotary_factor=1)
-    window = None if config.get("sliding_window") is None else reader.size("sliding_window")
+    window = None if reader.get("sliding_window") is None else reader.size("sliding_window")
+    count = reader.spelling("num_local_experts", "num_experts")
     return reader.config(
         **heads,
         hidden_act=reader.choice("hidden_act", "silu"),
         layer_kinds=reader.equal_layers(heads["head_dim"], window),
-        experts=reader.experts("num_local_experts", "intermediate_size", files=storage.MIXTRAL),
+        experts=reader.experts(count, "intermediate_size", files=storage.MIXTRAL),
     )

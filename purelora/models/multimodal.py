@@ -53,12 +53,14 @@ def text_of(config: Mapping[str, Any], where: str, absent: Mapping[str, Any]) ->
       ModelError: the nested config is missing or no object.
     """
     name = reading.architecture(config)
-    if not (isinstance(name, str) and name.endswith(_NESTED)):
+    if name is None or not name.endswith(_NESTED):
         return Text(config, where, "model")
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):
         what = "is missing" if nested is None else "is not an object"
-        raise errors.ModelError(f"{where}: text_config", nested, what, "")
+        raise errors.ModelError(
+            f"{where}: text_config", nested, what, "take the model's original config.json"
+        )
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return Text({**absent, **nested, **tied}, f"{where}: text_config", PREFIX)
 

@@ -32,11 +32,10 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
 
 def layer_kinds(reader: reading.Reader, head_dim: int) -> tuple[reading.Kind, ...]:
     """How the layers of a Qwen model attend, by `layer_types` or the older fields."""
-    reader.unused(partial_rotary_factor=1)
     count, full = reader.size("num_hidden_layers"), reading.Kind(reader.one_rope(head_dim))
     absent = [reading.FULL] * count
     has_window = reader.flag("use_sliding_window")
-    if has_window and reader.fields.get("layer_types") is None:
+    if has_window and reader.get("layer_types") is None:
         first = reader.size("max_window_layers", least=0)
         absent = [reading.FULL if i < first else reading.SLIDING for i in range(count)]
     types = reader.layer_types(absent)

@@ -8,13 +8,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from purelora.models import blocks, qwen2, reading
+from purelora.models import blocks, reading
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
 layer_infos = functools.partial(blocks.pre_norm_infos, qk_norm=True)
 block = blocks.pre_norm
-_COUNTS = "num_experts", "num_local_experts"
 
 
 def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
@@ -26,10 +25,11 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
     reader = reading.Reader(config, where)
     heads = reader.heads(has_head_dim=True)
     reader.stated("norm_topk_prob")
-    # Newer versions of transformers write the other name.
-    count = next((name for name in _COUNTS if name in config), _COUNTS[0])
     experts = reader.experts(
-        count, "moe_intermediate_size", is_normalised=reader.flag("norm_topk_prob")
+        # Newer versions of transformers write the other name.
+        reader.spelling("num_experts", "num_local_experts"),
+        "moe_intermediate_size",
+        is_normalised=reader.flag("norm_topk_prob"),
     )
     dense = _dense_layers(reader)
     sparse = tuple(i for i in range(reader.size("num_hidden_layers")) if i not in dense)
@@ -41,15 +41,26 @@ def from_hf(config: Mapping[str, Any], where: str) -> reading.Config:
         **heads,
         hidden_act=reader.choice("hidden_act", "silu"),
         attention_bias=blocks.ATTENTION if reader.flag("attention_bias") else (),
-        layer_kinds=qwen2.layer_kinds(reader, heads["head_dim"]),
+        layer_kinds=reader.equal_layers(heads["head_dim"], _window(reader)),
         experts=experts if sparse else None,
         groups=mixed if dense and sparse else (),
     )
 
 
+def _window(reader: reading.Reader) -> int | None:
+    """The window of all layers: unlike in Qwen3, none of them is without."""
+    if not reader.flag("use_sliding_window"):
+        return None
+    first = reader.get("max_window_layers")
+    what = "is not supported: with use_sliding_window every layer of this family has a window"
+    reader.check(first in (None, 0), "max_window_layers", first, what, "set it to 0")
+    return reader.size("sliding_window")
+
+
 def _dense_layers(reader: reading.Reader) -> tuple[int, ...]:
     count, step = reader.size("num_hidden_layers"), reader.size("decoder_sparse_step", absent=1)
-    named = reader.fields.get("mlp_only_layers") or []
+    named = reader.get("mlp_only_layers")
+    named = [] if named is None else named
     is_list = isinstance(named, list) and all(
         isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count for i in named
     )

@@ -11,6 +11,42 @@ from purelora.models import rope, storage
 # No model comes near these; a damaged file that does would be worked on for minutes.
 _MOST_LAYERS, _LARGEST_SIZE = 10_000, 2**24
 SLIDING, FULL = "sliding_attention", "full_attention"
+_REMEDY = "take the model's original config.json"
+# Fields by which some families compute otherwise, with the value that changes nothing. A family
+# that never asks for one does not know it, so there it must have that value.
+_OF_SOME_FAMILIES: Mapping[str, object] = {
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "attention_multiplier": 1,
+    "attn_logit_softcapping": None,
+    "attn_temperature_tuning": False,
+    "embedding_multiplier": 1,
+    "enable_moe_block": False,
+    "final_logit_softcapping": None,
+    "hidden_size_per_layer_input": 0,
+    "is_causal": True,
+    "layer_types": None,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "mlp_bias": False,
+    "n_routed_experts": 0,
+    "n_shared_experts": 0,
+    "no_rope_layers": None,
+    "num_experts": 0,
+    "num_kv_shared_layers": 0,
+    "num_local_experts": 0,
+    "num_shared_experts": 0,
+    "original_max_position_embeddings": None,
+    "partial_rotary_factor": 1,
+    "query_pre_attn_scalar": None,
+    "residual_multiplier": 1,
+    "rope_interleaved": False,
+    "rope_local_base_freq": None,
+    "shared_expert_intermediate_size": 0,
+    "swiglu_limit": None,
+    "use_bidirectional_attention": False,
+    "use_double_wide_mlp": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +184,11 @@ class Config:
         return tuple(kinds.index(kind) for kind in self.layer_kinds)
 
 
-def architecture(config: Mapping[str, Any]) -> Any:
-    """The first name in a config.json's `architectures`, unchecked; None if there is none."""
+def architecture(config: Mapping[str, Any]) -> str | None:
+    """The one name in a config.json's `architectures`; None if that is anything else."""
     names = config.get("architectures")
-    return names[0] if isinstance(names, list) and names else names
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return names[0] if is_one else None
 
 
 class Reader:
@@ -163,16 +200,24 @@ class Reader:
     def __init__(self, fields: Mapping[str, Any], where: str):
         self.fields, self.where = fields, where
         self.problems: list[errors.Problem] = []
+        self._asked: set[str] = set()
 
-    def check(self, good: object, name: str, value: object, what: str) -> None:
+    def get(self, name: str, absent: object = None) -> Any:
+        """A field as it is. All that reads fields does it here, so that it is known which were."""
+        self._asked.add(name)
+        return self.fields.get(name, absent)
+
+    def check(
+        self, good: object, name: str, value: object, what: str, remedy: str = _REMEDY
+    ) -> None:
         """Notes a problem of the field `name` unless `good`; once, if it is found again."""
-        problem = errors.Problem(f"{self.where}: {name}", value, what, "")
+        problem = errors.Problem(f"{self.where}: {name}", value, what, remedy)
         if not good and problem not in self.problems:
             self.problems.append(problem)
 
     def size(self, name: str, absent: int | None = None, *, least: int = 1) -> int:
         """An integer, positive or from `least` on; `absent` is what leaving the field out means."""
-        value = self.fields.get(name)
+        value = self.get(name)
         if value is None and absent is not None:
             return absent
         largest = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_SIZE
@@ -183,7 +228,7 @@ class Reader:
 
     def positive(self, name: str, absent: float | None = None) -> float:
         """A positive number; `absent` is what leaving the field out means, if it may be."""
-        value = self.fields.get(name)
+        value = self.get(name)
         if value is None and absent is not None:
             return absent
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30:
@@ -193,31 +238,42 @@ class Reader:
 
     def flag(self, name: str, *, absent: bool = False) -> bool:
         """True or false; `absent` is what the format means where the field is left out."""
-        value = self.fields.get(name, absent)
+        value = self.get(name, absent)
         self.check(isinstance(value, bool), name, value, "is neither true nor false")
         return bool(value)
 
     def choice(self, name: str, known: str) -> str:
         """The one value that is supported, which is also the format's if the field is left out."""
-        value = self.fields.get(name, known)
+        value = self.get(name, known)
         self.check(value == known, name, value, f"is not supported; only {known!r} is")
         return known
 
     def stated(self, name: str) -> bool:
         """Whether a field that the file must hold has another value than null."""
+        found = self.get(name)
         self.check(name in self.fields, name, None, "is missing")
-        return self.fields.get(name) is not None
+        return found is not None
+
+    def spelling(self, *names: str) -> str:
+        """Which of several names of one field the file has; the first if it has none."""
+        first, *others = [name for name in names if self.get(name) is not None] or names[:1]
+        for name in others:
+            value = self.get(name)
+            differs = f"is the same field as {first} = {self.get(first)!r}, and differs"
+            self.check(value == self.get(first), name, value, differs)
+        return first
 
     def unused(self, **neutral: object) -> None:
         """Refuses fields of another value than null or the neutral one."""
         for name, value in neutral.items():
-            found = self.fields.get(name)
+            found = self.get(name)
             good = found is None or found == value
-            self.check(good, name, found, "is not supported by this family")
+            what = "is not supported by this family"
+            self.check(good, name, found, what, "docs/families.md has what is")
 
     def layer_types(self, absent: Sequence[str]) -> Sequence[str]:
         """The name of each layer's kind; `absent` is the family's own order of them."""
-        types = self.fields.get("layer_types")
+        types = self.get("layer_types")
         if types is None:
             return absent
         count = self.size("num_hidden_layers")
@@ -244,7 +300,7 @@ class Reader:
           has_head_dim: whether the file must state the size; else it may follow from the others.
         """
         heads, hidden = self.size("num_attention_heads"), self.size("hidden_size")
-        is_derived = not has_head_dim and self.fields.get("head_dim") is None
+        is_derived = not has_head_dim and self.get("head_dim") is None
         kv_heads = self.size("num_key_value_heads", absent=None if has_kv_heads else heads)
         head_dim = max(hidden // heads, 1) if is_derived else self.size("head_dim")
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
@@ -289,6 +345,7 @@ class Reader:
 
     def nested_rope(self, kind: str, theta: str, head_dim: int) -> rope.Rope:
         """The rotation of one kind of layers; see `rope.read_nested`."""
+        self._asked.add(theta)
         with self.noting():
             return rope.read_nested(self.fields, kind, theta, head_dim, self.where)
         return rope.Rope(())
@@ -307,6 +364,8 @@ class Reader:
         sizes: dict[str, Any] = {name: self.size(name) for name in names}
         eps = self.positive("rms_norm_eps")
         tied = self.flag("tie_word_embeddings", absent=is_tied)
+        unknown = {k: v for k, v in _OF_SOME_FAMILIES.items() if k not in self._asked}
+        self.unused(**unknown)
         if self.problems:
             raise errors.ModelError.of(self.problems)
         settings.setdefault("attention_scale", settings["head_dim"] ** -0.5)

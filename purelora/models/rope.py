@@ -8,6 +8,7 @@ import numpy as np
 
 from purelora import errors
 
+_REMEDY = "take the model's original config.json"
 _FIELDS = {
     "default": (),
     "linear": ("factor",),
@@ -61,6 +62,7 @@ def read(
         type, or a field missing or of a wrong type.
     """
     scaling = _scaling(config, where)
+    _check_theta(config, "rope_theta", scaling, where)
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None and config.get("rope_parameters") is None:
         theta = absent_theta
@@ -88,10 +90,14 @@ def read_nested(
         own = nested.get(kind) if isinstance(nested, Mapping) else None
         if not isinstance(own, Mapping):
             what = "is missing" if own is None else "is not an object"
-            raise errors.ModelError(f"{where}: rope_parameters: {kind}", own, what, "")
+            raise errors.ModelError(f"{where}: rope_parameters: {kind}", own, what, _REMEDY)
+        is_full = kind == "full_attention"
+        _check_theta(config, "rope_theta" if is_full else "rope_local_base_freq", own, where)
+        if is_full and isinstance(config.get("rope_scaling"), Mapping):
+            _check_same(own, config["rope_scaling"], where)
         return made(own, own.get("rope_theta"), head_dim, f"{where}: rope_parameters: {kind}")
     if theta not in config:
-        raise errors.ModelError(f"{where}: {theta}", None, "is missing", "")
+        raise errors.ModelError(f"{where}: {theta}", None, "is missing", _REMEDY)
     scaling = _scaling(config, where) if kind == "full_attention" else {}
     return made(scaling, config[theta], head_dim, where)
 
@@ -104,11 +110,14 @@ def made(scaling: Mapping[str, Any], theta: Any, head_dim: int, where: str) -> R
         raise errors.ModelError(
             f"{where}: rope_type", kind, "is not supported", f"supported: {', '.join(_FIELDS)}"
         )
+    _check_fields(scaling, kind, where)
     if kind == "proportional":
         return _proportional(scaling, theta, head_dim, where)
     if scaling.get("partial_rotary_factor", 1) != 1:
         value = scaling["partial_rotary_factor"]
-        raise errors.ModelError(f"{where}: partial_rotary_factor", value, "is not supported", "")
+        raise errors.ModelError(
+            f"{where}: partial_rotary_factor", value, "is not supported", _REMEDY
+        )
     fields: dict[str, Any] = {
         name: _number(scaling.get(name), f"{where}: rope scaling {kind!r}: {name}")
         for name in _FIELDS[kind]
@@ -121,12 +130,12 @@ def made(scaling: Mapping[str, Any], theta: Any, head_dim: int, where: str) -> R
         low, high = fields["low_freq_factor"], fields["high_freq_factor"]
         if low >= high:
             what = f"is not below high_freq_factor = {high}"
-            raise errors.ModelError(f"{where}: low_freq_factor", low, what, "")
+            raise errors.ModelError(f"{where}: low_freq_factor", low, what, _REMEDY)
         frequencies = _llama3(frequencies, **fields)
     if kind == "yarn":
         if theta <= 1:
             what = "is not above 1, which yarn needs"
-            raise errors.ModelError(f"{where}: rope_theta", theta, what, "")
+            raise errors.ModelError(f"{where}: rope_theta", theta, what, _REMEDY)
         options = _yarn_options(scaling, where)
         frequencies = _yarn(frequencies, theta, **fields, **options)
         attention_factor = _yarn_attention_factor(fields["factor"], options)
@@ -137,10 +146,34 @@ def _scaling(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     present = [k for k in ("rope_parameters", "rope_scaling") if config.get(k) is not None]
     for key in present:
         if not isinstance(config[key], Mapping):
-            raise errors.ModelError(f"{where}: {key}", config[key], "is not an object", "")
+            raise errors.ModelError(f"{where}: {key}", config[key], "is not an object", _REMEDY)
     if len(present) == 2:
         _check_same(config[present[0]], config[present[1]], where)
     return config[present[0]] if present else {}
+
+
+def _check_theta(
+    config: Mapping[str, Any], name: str, scaling: Mapping[str, Any], where: str
+) -> None:
+    """A theta that stands at the top level `name` too must be that of the rotation."""
+    outer, inner = config.get(name), scaling.get("rope_theta")
+    if None not in (outer, inner) and outer != inner:
+        what = f"and the rotation's own rope_theta = {inner!r} differ"
+        raise errors.ModelError(f"{where}: {name}", outer, what, "delete the one that is wrong")
+
+
+def _check_fields(scaling: Mapping[str, Any], kind: str, where: str) -> None:
+    """Refuses what a type of rotation does not read: its type may be missing, or be another."""
+    other = scaling.get("type", kind)
+    if other != kind:
+        what = f"and rope_type = {kind!r} differ"
+        raise errors.ModelError(f"{where}: rope type", other, what, "delete the one that is wrong")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_FIELDS[kind]}
+    known |= {"yarn": {*_YARN_OPTIONS, "truncate"}, "proportional": {"factor"}}.get(kind, set())
+    unknown = {k: v for k, v in scaling.items() if k not in known and v is not None}
+    if unknown:
+        what = f"have no meaning for rope_type {kind!r}"
+        raise errors.ModelError(f"{where}: rope fields", unknown, what, _REMEDY)
 
 
 def _check_same(new: Mapping[str, Any], old: Mapping[str, Any], where: str) -> None:
@@ -163,9 +196,9 @@ def _kind(scaling: Mapping[str, Any]) -> Any:
 
 def _number(value: Any, where: str) -> float:
     if value is None:
-        raise errors.ModelError(where, None, "is missing", "take the model's original config.json")
+        raise errors.ModelError(where, None, "is missing", _REMEDY)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise errors.ModelError(where, value, "is not a positive number", "")
+        raise errors.ModelError(where, value, "is not a positive number", _REMEDY)
     return float(value)
 
 
@@ -197,7 +230,7 @@ def _proportional(scaling: Mapping[str, Any], theta: float, head_dim: int, where
         for name in ("partial_rotary_factor", "factor")
     )
     if part > 1:
-        raise errors.ModelError(f"{where}: partial_rotary_factor", part, "is more than 1", "")
+        raise errors.ModelError(f"{where}: partial_rotary_factor", part, "is more than 1", _REMEDY)
     pairs = int(part * head_dim // 2)
     frequencies = np.zeros(head_dim // 2)
     frequencies[:pairs] = 1.0 / theta ** (np.arange(0, 2 * pairs, 2, dtype=np.float64) / head_dim)
@@ -214,7 +247,7 @@ def _yarn_options(scaling: Mapping[str, Any], where: str) -> dict[str, Any]:
     found["truncate"] = scaling.get("truncate", True)
     if not isinstance(found["truncate"], bool):
         name = f"{where}: rope scaling 'yarn': truncate"
-        raise errors.ModelError(name, found["truncate"], "is neither true nor false", "")
+        raise errors.ModelError(name, found["truncate"], "is neither true nor false", _REMEDY)
     return found
 
 

@@ -187,8 +187,9 @@ class Config:
 def architecture(config: Mapping[str, Any]) -> str | None:
     """The one name in a config.json's `architectures`; None if that is anything else."""
     names = config.get("architectures")
-    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    return names[0] if is_one else None
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        return names[0]
+    return None
 
 
 class Reader:

@@ -9,9 +9,16 @@ SHAPES = pathlib.Path(__file__).parent / "shapes"
 
 
 def chosen(c: config_dict.ConfigDict, variant: str, shape: str) -> config_dict.ConfigDict:
-    """`c` itself ("full"), or ("small") the same run in a minute: random weights of a small shape.
+    """The config `c` itself ("full"), or the same run with a small model, in a minute ("small").
 
-    `shape` is a file in configs/shapes/small, which has all particulars of the large model's.
+    Args:
+      c: the config of the large model; changed in place.
+      variant: "full" or "small".
+      shape: the small model's config.json, a file in configs/shapes/small with all features of the
+        large one's. Its weights are random.
+
+    Raises:
+      ValueError: another variant.
     """
     if variant == "full":
         return c

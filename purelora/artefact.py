@@ -102,9 +102,10 @@ def adapter_config(
 
 
 def _as_list(model: causal_lm.CausalLM) -> tuple[str, ...]:
-    """The targets as a list: the last part of a name where all that end so are adapted.
+    """PEFT's `target_modules` as a list of names.
 
-    Without experts and routers, which PEFT does not have as modules.
+    A name is cut to its last part if all modules that end so are adapted. Experts and routers are
+    left out: for PEFT they are parameters, see `_parameters`.
     """
     modules = {path: m for path, m in model.modules.items() if not m.is_parameter}
     adapted = {
@@ -116,7 +117,10 @@ def _as_list(model: causal_lm.CausalLM) -> tuple[str, ...]:
 
 
 def _parameters(model: causal_lm.CausalLM, adapted: Collection[str]) -> tuple[str, ...]:
-    """PEFT's names of the parameters of modules: without the layer where all layers are adapted."""
+    """PEFT's `target_parameters` for the adapted modules called `adapted`.
+
+    Of a module that is adapted in all layers the name is cut to the part behind the layer's number.
+    """
     chosen = set()
     for module in model.modules.values():
         own = [targets.parameter_name(name) for name in module.names if name in adapted]
@@ -241,9 +245,10 @@ def open_adapter(
 
     Args:
       path: the folder.
-      base: the config.json of its base, without which MaxText's cannot be understood, nor PEFT's on
-        the experts of gpt-oss.
-      lora_alpha: what a MaxText checkpoint that does not say it is taken to have.
+      base: the config.json of its base; without it a MaxText checkpoint cannot be read, nor PEFT's
+        adapters on the experts of gpt-oss.
+      lora_alpha: used for a MaxText checkpoint that does not state its own; without it, such a
+        checkpoint is an error.
 
     Raises:
       ModelError, CheckpointError: there is none, it is damaged, or it asks for what is not
@@ -308,7 +313,10 @@ def check_equal(found: peft.Adapter, wanted: peft.Adapter) -> None:
 def _have_one_scaling(
     one: peft_config.AdapterConfig, other: peft_config.AdapterConfig, name: str
 ) -> bool:
-    """Whether two scalings are equal, but for the last bits of a rank that is made up of two."""
+    """Whether two configs give a module the same scaling.
+
+    The last bits may differ: where adapters are joined, alpha is computed from a sum of ranks.
+    """
     scalings = (peft_config.scaling(config, name) for config in (one, other))
     return math.isclose(*scalings, rel_tol=1e-12)
 
@@ -448,14 +456,15 @@ def _unfilled(adapter: peft.Adapter, model: causal_lm.CausalLM) -> list[errors.P
     takes_linear_only = adapter.config.target_modules == targets.ALL_LINEAR
     named = adapter.config.target_parameters
     filled = {n for n, kinds in adapter.modules.items() if peft_checks.is_adapted(kinds)}
-    # Of a parameter that several modules share, files say which of them have an adapter.
+    # Several modules may be one parameter in PEFT; a file's tensors tell which of them it adapts.
     shared = {targets.parameter_name(name) for name in filled}
 
     def is_named(name: str) -> bool:
         return targets.matches(named, targets.parameter_name(name))
 
     def is_begun(module: targets.AdaptableModule) -> bool:
-        # To today's PEFT experts and routers are no modules, so a module's name is of others.
+        # Names in `target_modules` do not mean experts and routers, which PEFT has no modules of,
+        # unless the adapter holds tensors of some.
         return not filled.isdisjoint(module.names)
 
     return [

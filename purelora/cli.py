@@ -263,9 +263,10 @@ def _unknown_option(argument: str, names: Sequence[str]) -> errors.Problem:
 def load_file(path: pathlib.Path) -> dict[str, Any]:
     """Runs a config file's `get_config()` and returns its keys as nested dicts.
 
-    After the file's name and a colon may stand a variant of it, which is what `get_config` is
-    given: `configs/mixtral_8x7b_qlora.py:small`. The folder above the file's own is importable
-    meanwhile, so that `from configs import base` works from everywhere.
+    A colon and the name of a variant may follow the file's name, as in
+    `configs/mixtral_8x7b_qlora.py:small`: it becomes the argument of `get_config`. The folder above
+    the file's own is importable meanwhile, so that `from configs import base` works from
+    everywhere.
 
     Raises:
       ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
@@ -290,7 +291,8 @@ def load_file(path: pathlib.Path) -> dict[str, Any]:
     ) as error:  # The file is the user's own code and may raise anything.
         where = f"{path}{_line_of(error, path)}"
         what = f"{type(error).__name__}: {error}"
-        raise errors.ConfigError(where, None, what, "fix the config file") from error
+        remedy = f"correct or leave out {variant[0]!r}, or " if variant else ""
+        raise errors.ConfigError(where, None, what, f"{remedy}fix the config file") from error
     finally:
         sys.path.remove(parent)
     if raw is None:

@@ -102,7 +102,7 @@ def open_config(path: str, hf_folder: str | None = None) -> Mapping[str, Any]:
 
     Args:
       path: a config.json, a folder that has one, or whatever else `model.path` may name.
-      hf_folder: `model.hf_folder`, which has it if it is set.
+      hf_folder: `model.hf_folder`; if it is set, the config.json is read from there.
 
     Raises:
       ModelError: there is none, or it is damaged.
@@ -151,7 +151,7 @@ def report(
     where = settings.model.path
     plan = plans.make(settings, hf_config, where, devices)
     yield from _describe_run(plan)
-    # A formula is for layers that are all alike.
+    # The formula takes all layers to be alike.
     is_long = _layers_compiled(plan) > max(footprint.DEPTHS) and len(plan.model.stack_paths) == 1
     by_formula = options.method == "formula" or (options.method == "auto" and is_long)
     if by_formula:

@@ -315,7 +315,7 @@ def _gradient_bytes(plan: plans.Plan) -> int:
 
 
 def _gathered(plan: plans.Plan) -> tuple[int, int]:
-    """Bytes of a layer's gathered weights, at most, and of the largest one outside of layers."""
+    """Gathered bytes on a device: of the largest layer, and of the largest weight of no layer."""
     of_stack, tables = dict.fromkeys(plan.model.stack_paths, 0), dict[str, int]()
     for row in plans.array_rows(plan):
         ways = _ways(plan, row.spec, gathered=True)

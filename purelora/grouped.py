@@ -1,10 +1,11 @@
-"""Products of many rows with one matrix of a stack each: what the experts of a mixture compute.
+"""Grouped matmuls: each row times the matrix of its group, as the experts of a mixture compute.
 
-Rows are sorted by group, and each group starts a new tile of equal size, so that a tile has one
-matrix. A loop goes over the tiles that are in use: the arithmetic is that of the rows, plus the
-padding of the last tile of each group. Rows without a group are nowhere.
+Rows are sorted by group and cut into tiles of equal size. Each group begins a new tile, so that all
+rows of a tile have the same matrix. A loop goes over the tiles that are in use. The arithmetic is
+that of the rows, and of the padding at the end of each group's last tile. Rows that have no group
+(padding tokens) are in no tile.
 
-    ids_A       2 0 2 - 0 2            - is no group
+    ids_A       2 0 2 - 0 2            group of each of A = 6 rows; - is no group
     tiles of 2  [0 0] [2 2] [2 .]      groups_N = 0 2 2, in_use = 3
     sources_R    1 4   0 2   5 A       slots_A = 2 0 3 R 1 4
 
@@ -50,7 +51,7 @@ class Groups(NamedTuple):
 
 
 def tile_size(rows: int, groups: int) -> int:
-    """Rows of a tile for so many rows, spread over so many groups: a power of two."""
+    """How many rows a tile should have, a power of two, for `rows` rows in `groups` groups."""
     even = max(rows // (_TILES_PER_GROUP * groups), 1)
     return int(min(2 ** (even.bit_length() - 1), _LARGEST_TILE))
 
@@ -89,10 +90,11 @@ def group(ids_A: jax.Array, count: int, tile: int) -> Groups:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatch(x_TK: jax.Array, groups: Groups, copies: int = 1) -> jax.Array:
-    """The sorted rows of an array each of whose rows stands for so many rows, one after another.
+    """Sorts rows by group: `[A / copies, K] -> [R, K]`, with zeros in the padding.
 
-    `[A / copies, K] -> [R, K]`, zero in the padding. As for `collect`, the gradient is written out
-    with the numbers that go the other way: autodiff would add up rows one by one.
+    Each row of `x_TK` stands for `copies` consecutive rows of A: a token for each of its experts.
+    The gradient, here and of `collect`, is a gather by the inverse permutation. Autodiff would make
+    it a scatter that adds up rows one by one.
     """
     return _rows(x_TK, groups.sources_R // copies)
 
@@ -127,7 +129,7 @@ collect.defvjp(_collect_fwd, _collect_bwd)
 
 
 def _rows(array: jax.Array, numbers: jax.Array) -> jax.Array:
-    """`array[numbers]`, with zeros for the numbers that are one past the end."""
+    """`array[numbers]`, with zeros where a number is one past the end."""
     return array.at[numbers].get(mode="fill", fill_value=0)
 
 
@@ -253,8 +255,8 @@ def delta(
 ) -> jax.Array:
     """`scaling · (x A) B` of each sorted row, with the adapter of its group, in the dtype of x.
 
-    Differentiable in all but `scaling`. Both products of a tile, and all gradients of one, are
-    formed in one turn of the loop; what lies between is small and is not kept.
+    Differentiable in all but `scaling`. One turn of the loop does both products of a tile, and in
+    the backward pass all its gradients; `x A` is small, so it is recomputed and not kept.
 
     Args:
       x_RK: sorted rows, zero in the padding.

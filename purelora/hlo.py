@@ -205,7 +205,7 @@ class Program:
 
     @property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Names of the while loops with collectives in them whose trip count is not known."""
+        """Names of the while loops that contain collectives but have no known trip count."""
         return tuple(
             instruction.name
             for name, instructions in self.computations.items()
@@ -218,7 +218,7 @@ class Program:
 
     @functools.cached_property
     def _communicating(self) -> frozenset[str]:
-        """The computations with collectives in them, or in what they call."""
+        """Names of the computations that contain collectives or call one that does."""
         found: set[str] = set()
         for name in reversed(self._callers_first):
             for instruction in self.computations[name]:

@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """What the loss of a training step depends on besides model and batch."""
+        """The arguments of `causal_lm.make_forward` that the settings of training decide."""
         c = self.config
         weights = moe.RouterLossWeights(
             balance=c.router_aux_loss_coef,
@@ -186,7 +186,7 @@ def _describe_adapters(adaptation: targets.Adaptation) -> str:
 
 
 def _short_name(path: str) -> str:
-    """The last part of a module's path; of an expert's matrix, and of a router, two."""
+    """The last part of a module's path; the last two for matrices of experts and for routers."""
     parts = path.split(".")
     return ".".join(parts[-2:] if {"experts", "router"} & set(parts) else parts[-1:])
 
@@ -299,7 +299,7 @@ def _check_idle_axes(plan: Plan) -> None:
 
 
 def _check_router_losses(plan: Plan) -> None:
-    """Raises ConfigError if losses of a routing are asked for that the model does not have."""
+    """Raises ConfigError if a router's loss has a coefficient and the model has no experts."""
     coefs = ("router_aux_loss_coef", "router_z_loss_coef")
     problems = [
         errors.Problem(name, getattr(plan.config, name), "this model has no experts", "set it to 0")

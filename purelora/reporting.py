@@ -29,7 +29,7 @@ class _Values(NamedTuple):
 
     @classmethod
     def of(cls, found: step.Metrics) -> "_Values":
-        """Waits for the metrics."""
+        """The values on the host; waits until the device has computed them."""
         *scalars, losses = found
         router: tuple[Any, Any] = (None, None)
         if losses is not None:

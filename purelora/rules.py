@@ -10,13 +10,13 @@ from purelora import config, errors
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 MESH_AXES = (DATA, FSDP, EXPERT, TENSOR)
 BATCH_AXES = (DATA, FSDP, EXPERT)  # The rows of a batch are split over these.
-# What these split is not made whole for the maths: each device computes its part.
+# What is split over these is not gathered for the maths: each device computes with its part.
 SPLIT_AXES = (EXPERT, TENSOR)
 
 # What a rule may speak of. Layers are never split: a scan goes over them.
 _LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "rank")
-# Where the maths of a module is split between devices (`parallel`), and not just its storage: by
-# mesh axis, the logical axes that can be.
+# By mesh axis: the logical axes along which it can split the maths of a module (`parallel`), beside
+# its storage.
 _MATHS_AXES = {TENSOR: ("heads", "kv_heads", "mlp", "vocab"), EXPERT: ("experts",)}
 
 # (logical axis, mesh axis) pairs; None keeps the axis whole.

@@ -115,6 +115,13 @@ def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, text, message)
         cli.parse([f"--config={path}"], flags=())
 
 
+@pytest.mark.parametrize("name", ["tiny.py", "mixtral_8x7b_qlora.py"])
+def test_a_variant_that_a_config_file_does_not_have(name):
+    message = r"correct or leave out 'smal', or fix the config file$"
+    with pytest.raises(errors.ConfigError, match=message):
+        cli.parse([f"--config={REPO / 'configs' / name}:smal"], flags=())
+
+
 @pytest.mark.parametrize(
     ("path", "message"), [("nonsuch.py", "is not a file"), (str(REPO), "is not a file")]
 )

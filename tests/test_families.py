@@ -143,7 +143,7 @@ def test_a_step_on_a_mesh_is_the_plain_gradient(name):
 
 @pytest.mark.parametrize("name", [*some("gemma4"), "gemma4 with shared keys"])
 def test_groups_of_layers_train_alike_on_a_mesh(name):
-    """What layers hand on, and what they get besides, over tensor and fsdp."""
+    """Shared keys and values, and per-layer inputs, split over tensor and fsdp."""
     changes = {"num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8}
     changes |= {"vocab_size_per_layer_input": 64}
     depth = tiny.model(name).config.num_hidden_layers

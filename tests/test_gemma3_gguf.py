@@ -121,7 +121,7 @@ def test_logits_are_those_of_the_folder(tmp_path):
 @pytest.mark.reference
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_computes_the_same(tmp_path):
-    """It takes heads of 256 for the scale, and a vocab_size or the real one."""
+    """Heads have 256 elements, as transformers scales by that, and the file states a vocab_size."""
     import torch
     import transformers
 

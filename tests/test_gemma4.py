@@ -48,7 +48,7 @@ def test_newer_files_state_heads_by_layer():
 
 
 def test_the_last_layer_sees_everything():
-    """Whatever the file says, as in transformers."""
+    """The last layer has full attention whatever the file says, as in transformers."""
     types = ["sliding_attention"] * 7
     config = tiny.model("gemma4", layer_types=types).config
     assert [kind.window for kind in config.layer_kinds] == [4] * 6 + [None]
@@ -58,7 +58,7 @@ def test_the_last_layer_sees_everything():
 
 
 def gradient_eqns(**changes):
-    """Of a scanned Gemma 4 whose last layers share keys."""
+    """The jaxpr of the gradient of a scanned Gemma 4 whose last layers share keys."""
     m = tiny.with_lora(tiny.model(SHARED, **changes))
     shapes = jax.eval_shape(lambda: (tiny.adapters(m), tiny.weights(m)))
     inputs = tiny.inputs(tiny.tokens(1, 7))
@@ -71,7 +71,7 @@ def gradient_eqns(**changes):
 
 
 def test_what_is_compiled_does_not_grow_with_periods():
-    """Neither with those of layers that have keys, nor with those that share them."""
+    """More periods, of layers that have keys or of layers that share them, compile to as much."""
 
     def size(periods):
         types = ["sliding_attention", "sliding_attention", "full_attention"] * 2 * periods
@@ -82,7 +82,7 @@ def test_what_is_compiled_does_not_grow_with_periods():
 
 
 def test_shared_keys_are_saved_once():
-    """Not for each layer that reads them: in its scan they are a constant."""
+    """They are saved once for all layers that use them, as a constant of their scan."""
     eqns = gradient_eqns().jaxpr.eqns
     scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
     runs = stacks.runs(stacks.numbers(stacks.of(tiny.model(SHARED).config)))

@@ -377,7 +377,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 def _add_experts(path: pathlib.Path) -> None:
-    """A mixture of 25 MB beside it, in two layouts, and its leaves."""
+    """Adds to the folder a mixture of experts of 25 MB, in both layouts, and its leaves."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 2}
     config = tiny.hf_config("qwen3_moe", num_experts=8, **sizes)
     leaves = test_storage.stacks(causal_lm.from_hf(config, "", dtype="float32"))

@@ -68,7 +68,7 @@ def our_logits(made: reference.Made, folder: pathlib.Path, tokens: np.ndarray) -
 
 
 def logits(m: Any, trainable: trees.Tree, made: reference.Made, tokens: np.ndarray) -> np.ndarray:
-    """Without the base's own of what is trained whole."""
+    """Logits on the base, whose leaves that are trained whole are left out."""
     flat = trees.flatten(made.base)
     frozen = trees.unflatten({p: flat[p] for p in flat if p not in m.adaptation.full})
     run = jax.jit(lambda t, b, i: m.logits(t, b, i))
@@ -101,7 +101,7 @@ OF_PEFT = {
 @MIXTURES
 @pytest.mark.parametrize("name", some(OF_PEFT, "all", "some layers"))
 def test_made_by_peft(made, name, tmp_path):
-    """Also written anew, and put on again by both."""
+    """Adapters of peft give its logits here; written here, they give the same again in peft."""
     options = renamed(OF_PEFT[name], made)
     settings = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     adapted = peft.get_peft_model(theirs(made), settings)

@@ -143,7 +143,7 @@ def test_no_weights_are_copied(remat):
 
 
 def test_adapters_of_some_layers_by_their_numbers():
-    """Names, patterns and `layers_to_transform` speak of the layers of the model."""
+    """Names, patterns and `layers_to_transform` count layers in the model, not in a stack."""
     m = tiny.with_lora(
         tiny.model(MIXED), ["q_proj"], layers_to_transform=(2, 3, 5), rank_pattern={"5.*q_proj": 2}
     )

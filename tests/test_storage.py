@@ -80,7 +80,7 @@ def in_files(leaves: dict[str, np.ndarray], family: str, layout: str) -> dict[st
 
 
 def shardings(m: causal_lm.CausalLM, infos: trees.Tree, mesh: Any, experts: str | None) -> Any:
-    """Placement by the usual rules, and experts over a mesh axis in place of what is over it."""
+    """Shardings by the usual rules; with `experts`, that mesh axis splits the experts instead."""
     flat = trees.flatten(specs.shardings(specs.spec_tree(infos, mesh), mesh))
 
     def over(sharding):
@@ -176,7 +176,7 @@ class Counted(source.ArraySource):
 
 @pytest.mark.parametrize("layout", ["own", "fused"])
 def test_a_tensor_is_read_whole_at_most_once(layout):
-    """To be hashed; without that, every element is read once and no tensor whole."""
+    """Whole to be hashed. A source with an identity is not hashed: each element is read once."""
     m = tiny.model("qwen3_moe")
     arrays = in_files(stacks(m), "qwen3_moe", layout)
     placed = shardings(m, m.infos, tiny.mesh(), None)

@@ -127,7 +127,7 @@ def test_shared_keys_may_lie_in_the_file(tmp_path):
 
 
 def test_what_published_files_leave_out():
-    """The first published config.json of Gemma 3 4B leaves out what transformers has defaults for."""
+    """The first published config.json of Gemma 3 4B leaves out what transformers adds."""
     text = {
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
         "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},

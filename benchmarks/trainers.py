@@ -7,8 +7,8 @@ The models of configs/shapes/small: by default Llama 3.1 and Gemma 4 26B made sm
 random weights. An int8 base in tiles of 16 (head and embedding stay float), LoRA r = 8 with alpha
 16, 8 rows of 128 tokens, AdamW at 1e-3 with clipping to 1, all in float32, on 8 virtual CPU devices
 with fsdp = 8. The data are those of configs/base.py, byte by byte: in pretraining every token is a
-target, in SFT the answers are. All ways get the same batches; each library draws its own weights,
-so that losses of one library are comparable, and between libraries only roughly.
+target, in SFT the answers are. All trainers ("ways") get the same batches. Each library draws its
+own random weights, so losses can be compared within a library, and only roughly between them.
 
     purelora     the run that `python -m purelora.train` sets up: its batches, base and step
     tunix        PeftTrainer's step on Tunix's own model
@@ -16,16 +16,19 @@ so that losses of one library are comparable, and between libraries only roughly
                  nothing without
     maxtext+t    MaxText's SFT trainer, which is PeftTrainer with a model of MaxText
 
-A peer runs where its package is installed (google-tunix 0.1.7 and maxtext 0.2.5 were tried, which
-want an environment of their own); both do without their hooks and logs. The steps of all ways are
-taken in turn in one process, one process for each shape. The time of a step is from its batch on
-the host to its loss on the host. After 8 steps of each way come the repeats: a step that is not
-timed, then six, whose mean is the repeat's. The first of these are steps 10 to 15; the table gives
-the loss of step 15, the median, least and largest repeat, and the CPU time of all threads, which
-other work on the machine changes less. `balance` is the load-balancing loss, a mean over layers, in
-each library over the experts of a token, so that 1 is even; its weight is 0.001. `adapters` counts
-the parameters that are trained: those of single experts are purelora's alone, unless --targets
-leaves them out.
+A peer runs where its package is installed (tried with google-tunix 0.1.7 and maxtext 0.2.5, which
+need an environment of their own), without its hooks and logs. Each shape has a process of its own,
+in which the trainers take turns. A step is timed from its batch on the host to its loss on the
+host. Each trainer first takes 8 steps; then each repeat is one step that is not timed and six whose
+mean time counts, so the first repeat times steps 10 to 15. Columns of the table:
+
+    loss, balance      of step 15; balance is the load-balancing loss (its coefficient is 0.001), a
+                       mean over layers divided by the experts of a token, so that 1 is even
+    ms/step            median of the repeats, with the least and the largest
+    of first           that median over the one of the first line
+    CPU ms             CPU time of all threads, which other work on the machine affects less
+    adapters           number of trained parameters. Only purelora adapts single experts; leave them
+                       out by --targets for an equal number
 """
 
 import argparse

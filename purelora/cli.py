@@ -5,6 +5,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import math
 import os
@@ -283,8 +284,11 @@ def load_file(path: pathlib.Path) -> dict[str, Any]:
     sys.path.insert(0, parent)
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
+        _check_variant(path, get_config, variant)
         result = get_config(*variant) if callable(get_config) else None
         raw = result.to_dict() if isinstance(result, ml_collections.ConfigDict) else None
+    except errors.ConfigError:
+        raise
     except (
         Exception,
         SystemExit,
@@ -300,6 +304,15 @@ def load_file(path: pathlib.Path) -> dict[str, Any]:
         what = "has no get_config() that returns a ConfigDict"
         raise errors.ConfigError(str(path), None, what, remedy)
     return raw
+
+
+def _check_variant(path: pathlib.Path, get_config: Any, variant: Sequence[str]) -> None:
+    """A variant may be named only if the file's `get_config` takes one."""
+    if variant and callable(get_config) and not inspect.signature(get_config).parameters:
+        where = f"--config={path}:{variant[0]}"
+        raise errors.ConfigError(
+            where, None, "names a variant, but the file has none", f"write {path}"
+        )
 
 
 def _line_of(error: BaseException, path: pathlib.Path) -> str:

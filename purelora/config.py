@@ -508,7 +508,7 @@ def _fractions(c: Config) -> list[_Found]:
         "router_z_loss_coef": c.router_z_loss_coef,
     }
     found += [
-        (key, value, "must be at least 0", "")
+        (key, value, "must be at least 0 and a float32", "")
         for key, value in coefs.items()
         if not 0 <= _as_float32(value) < float("inf")
     ]

@@ -31,7 +31,7 @@ import jax
 from purelora import cli, config, errors, footprint, hlo, rules, run_model, specs
 from purelora import plan as plans
 from purelora import tree as trees
-from purelora.io import builtin, files, hf
+from purelora.io import builtin, hf
 
 METHODS = ("auto", "compiled", "formula")
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -111,7 +111,7 @@ def open_config(path: str, hf_folder: str | None = None) -> Mapping[str, Any]:
         return hf.read_config(os.path.expanduser(hf_folder))
     place = os.path.expanduser(path)
     if place.endswith(".json"):
-        return files.read_json_object(place)
+        return hf.read_unquantised(place)
     is_folder = os.path.isdir(place) and path not in builtin.NAMES
     if is_folder and not os.path.isdir(os.path.join(place, "checkpoints")):
         return hf.read_config(place)

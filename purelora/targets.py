@@ -490,6 +490,8 @@ def _remedy(entry: str | Sequence[str], names: Sequence[str]) -> str:
     """What else to write; a lone module name where a regex is expected is the usual slip."""
     if isinstance(entry, str) and any(matches([entry], name) for name in names):
         return f"a string is a regex for the whole name ({names[0]}); for a name write [{entry!r}]"
+    if entry[0] in config.TARGET_WORDS:
+        return "that word stands for modules only in lora.target_modules, and only alone"
     return _offer(names)
 
 

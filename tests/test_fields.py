@@ -6,7 +6,7 @@ import families
 import pytest
 import tiny
 
-from purelora import errors
+from purelora import cli, errors, estimate
 from purelora.io import builtin, hf
 from purelora.models import causal_lm
 
@@ -163,3 +163,40 @@ def test_a_key_that_stands_twice_is_named(tmp_path):
     for read in (hf.read_config, lambda folder: builtin.open_model(f"random:{folder}/config.json")):
         with pytest.raises(errors.ModelError, match="config.json: holds 'hidden_size' twice"):
             read(str(tmp_path))
+
+
+def test_random_weights_need_a_config_json(tmp_path):
+    for path, better in ((str(tmp_path), f"random:{tmp_path}/config.json"), ("", "random:config")):
+        with pytest.raises(
+            errors.ModelError, match=f"^random:{path}: is not a file; write {better}"
+        ):
+            builtin.open_model(f"random:{path}")
+
+
+def test_the_shape_of_a_quantised_model_is_no_base_to_estimate(tmp_path):
+    path = tmp_path / "shape.json"
+    config = tiny.hf_config() | {"quantization_config": {"quant_method": "awq"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(errors.ModelError, match="quantization_config = 'awq': the weights are st"):
+        estimate.open_config(str(path))
+
+
+def test_a_file_without_variants_is_named():
+    with pytest.raises(errors.ConfigError) as caught:
+        cli.parse(["--config=configs/tiny.py:small"], flags=())
+    assert str(caught.value) == (
+        "--config=configs/tiny.py:small: names a variant, but the file has none; "
+        "write configs/tiny.py"
+    )
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_words_for_modules_stand_alone(key):
+    with pytest.raises(errors.ConfigError, match=f"{key} = 'experts': .*only alone$"):
+        tiny.model().adapted(tiny.lora_config(**{key: ("experts", "q_proj")}))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e40"])
+def test_router_coefficients_are_finite(value):
+    with pytest.raises(errors.ConfigError, match="must be at least 0 and a float32"):
+        cli.parse(["--config=configs/tiny.py", f"--config.router_z_loss_coef={value}"], flags=())

@@ -89,6 +89,15 @@ def read_config(path: str) -> dict[str, Any]:
     file = os.path.join(path, "config.json")
     if not os.path.lexists(file):
         raise errors.ModelError(path, None, "has no config.json", _missing_config(path))
+    return read_unquantised(file)
+
+
+def read_unquantised(file: str) -> dict[str, Any]:
+    """The config.json `file`.
+
+    Raises:
+      ModelError: it is damaged, or says that the weights are quantised.
+    """
     config = files.read_json_object(file)
     quantisation = files.typed(file, config, "quantization_config", dict)
     if quantisation and not _is_read(config, quantisation):

@@ -5,12 +5,14 @@ every machine and in every process, whatever else is read.
 """
 
 import dataclasses
+import os
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from purelora import errors
 from purelora.io import files, source
 from purelora.models import causal_lm
 
@@ -65,6 +67,9 @@ def open_config(path: str) -> RandomSource:
     Raises:
       ModelError: the file is missing or damaged, or no family knows its architecture.
     """
+    if not path or os.path.isdir(path):
+        what, remedy = "is not a file", f"write random:{os.path.join(path, 'config.json')}"
+        raise errors.ModelError(f"random:{path}", None, what, remedy)
     config = files.read_json_object(path)
     model = causal_lm.from_hf(config, path, dtype="float32")
     inits = {

@@ -110,7 +110,7 @@ def open_config(path: str, hf_folder: str | None = None) -> Mapping[str, Any]:
     if hf_folder is not None:
         return hf.read_config(os.path.expanduser(hf_folder))
     place = os.path.expanduser(path)
-    if place.endswith(".json"):
+    if place.endswith(".json") and not path.startswith(builtin.RANDOM):
         return hf.read_unquantised(place)
     is_folder = os.path.isdir(place) and path not in builtin.NAMES
     if is_folder and not os.path.isdir(os.path.join(place, "checkpoints")):

@@ -181,6 +181,13 @@ def test_the_shape_of_a_quantised_model_is_no_base_to_estimate(tmp_path):
         estimate.open_config(str(path))
 
 
+def test_estimate_takes_random_weights_as_training_does(tmp_path):
+    path = tmp_path / "shape.json"
+    path.write_text(json.dumps(tiny.hf_config("mixtral", vocab_size=259)))
+    found = estimate.open_config(f"random:{path}")
+    assert found == estimate.open_config(str(path))
+
+
 def test_a_file_without_variants_is_named():
     with pytest.raises(errors.ConfigError) as caught:
         cli.parse(["--config=configs/tiny.py:small"], flags=())

@@ -115,9 +115,14 @@ def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, text, message)
         cli.parse([f"--config={path}"], flags=())
 
 
-@pytest.mark.parametrize("name", ["tiny.py", "mixtral_8x7b_qlora.py"])
-def test_a_variant_that_a_config_file_does_not_have(name):
-    message = r"correct or leave out 'smal', or fix the config file$"
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiny.py", r"tiny\.py:smal: names a variant, but the file has none; write .*tiny\.py$"),
+        ("mixtral_8x7b_qlora.py", r"correct or leave out 'smal', or fix the config file$"),
+    ],
+)
+def test_a_variant_that_a_config_file_does_not_have(name, message):
     with pytest.raises(errors.ConfigError, match=message):
         cli.parse([f"--config={REPO / 'configs' / name}:smal"], flags=())
 

@@ -24,6 +24,8 @@ from purelora.io import (
     peft_checks,
     peft_config,
     peft_experts,
+    peft_experts_read,
+    peft_experts_write,
     safetensors_file,
     source,
 )
@@ -135,7 +137,7 @@ def read(path: str, *, interleaved: bool | None = None) -> Adapter:
     if config is not None:
         facts = _own_metadata(weights)
         interleaved = facts.get("interleaved", False) if interleaved is None else interleaved
-        config, modules, _, expert_problems = peft_experts.of_file(
+        config, modules, _, expert_problems = peft_experts_read.of_file(
             weights.path, config, modules, facts.get("joined", {}), interleaved=interleaved
         )
         key_problems += expert_problems
@@ -367,7 +369,7 @@ def write(
     saved = tuple(sorted(m for m, kinds in adapter.modules.items() if "weight" in kinds))
     _check_written(folder, adapter)
     config = dataclasses.replace(adapter.config, modules_to_save=saved)
-    config, found, joined, _ = peft_experts.to_file(
+    config, found, joined, _ = peft_experts_write.to_file(
         folder, config, adapter.modules, interleaved=adapter.interleaved
     )
     modules = dict(found)
@@ -396,7 +398,7 @@ def write(
 
 def _check_written(folder: str, adapter: Adapter) -> None:
     file = os.path.join(folder, CONFIG)
-    in_file = peft_experts.to_file(folder, adapter.config, adapter.modules).config
+    in_file = peft_experts_write.to_file(folder, adapter.config, adapter.modules).config
     problems = [
         *peft_config.parse(file, peft_config.to_json(in_file)).problems,
         *_dtype_problems(folder, adapter.modules),

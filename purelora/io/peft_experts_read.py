@@ -59,6 +59,25 @@ def of_file(
             made[stack] = _of_numbered(where, config, modules, stack, experts)
     if not made and rest.keys() == modules.keys():
         return peft_experts.Converted(config, modules, {}, tuple(problems))
+    config = _new_config(config, modules, made, rest)
+    tensors = {name: {"lora_A": f.a, "lora_B": f.b} for name, f in made.items()}
+    return peft_experts.Converted(config, {**rest, **tensors}, {}, tuple(problems))
+
+
+def _new_config(
+    config: peft_config.AdapterConfig,
+    modules: peft_checks.Modules,
+    made: Mapping[str, _Factors],
+    rest: peft_checks.Modules,
+) -> peft_config.AdapterConfig:
+    """The config with ranks and alphas under the names that modules have after the conversion.
+
+    Args:
+      config: the config before.
+      modules: tensors by the names in the file.
+      made: the adapters of matrices of experts, by their new names.
+      rest: tensors of all other modules, by their new names.
+    """
     ranks = {name: factors.a.shape[1] for name, factors in made.items()}
     alphas = {name: factors.alpha for name, factors in made.items()}
     for newer, name in _renamed(modules, rest).items():
@@ -67,15 +86,12 @@ def of_file(
     # Patterns that match nothing are kept, so that `peft_checks` reports them.
     plain = [n for n in rest if n in modules and peft_checks.is_adapted(rest[n])]
     gone = [n for n in modules if n not in rest] + list(map(targets.parameter_name, made))
-    saved = tuple(map(targets.newer_name, config.modules_to_save))
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config,
         rank_pattern=_patterns(config.rank_pattern, config.r, ranks, plain, gone),
         alpha_pattern=_patterns(config.alpha_pattern, config.lora_alpha, alphas, plain, gone),
-        modules_to_save=saved,
+        modules_to_save=tuple(map(targets.newer_name, config.modules_to_save)),
     )
-    tensors = {name: {"lora_A": f.a, "lora_B": f.b} for name, f in made.items()}
-    return peft_experts.Converted(config, {**rest, **tensors}, {}, tuple(problems))
 
 
 def _sorted(

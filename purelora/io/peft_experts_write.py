@@ -57,16 +57,7 @@ def to_file(
     rest = {n: kinds for n, kinds in modules.items() if not peft_experts.is_of_experts(kinds)}
     plain = [name for name, kinds in rest.items() if peft_checks.is_adapted(kinds)]
     config = _without_experts(config, plain, list(ranks))
-    kept = {
-        key: {k: v for k, v in getattr(config, key).items()
-              if any(targets.pattern_key([k], name) for name in plain)}
-        for key in ("rank_pattern", "alpha_pattern")
-    }  # fmt: skip
-    config = dataclasses.replace(
-        config,
-        rank_pattern=_short(ranks, config.r, kept["rank_pattern"]),
-        alpha_pattern=_short(alphas, config.lora_alpha, kept["alpha_pattern"]),
-    )
+    config = _with_patterns(config, plain, ranks, alphas)
     return peft_experts.Converted(config, {**rest, **made}, joined, ())
 
 
@@ -135,6 +126,31 @@ def _without_experts(
         exclude_modules=(),
         layers_to_transform=None,
         layers_pattern=(),
+    )
+
+
+def _with_patterns(
+    config: peft_config.AdapterConfig,
+    plain: list[str],
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+) -> peft_config.AdapterConfig:
+    """The config with patterns that give parameters these ranks and alphas.
+
+    Args:
+      config: the config before.
+      plain: names of the adapted modules that are not experts; patterns that match one are kept.
+      ranks, alphas: of each adapted parameter, by its name.
+    """
+    kept = {
+        key: {k: v for k, v in getattr(config, key).items()
+              if any(targets.pattern_key([k], name) for name in plain)}
+        for key in ("rank_pattern", "alpha_pattern")
+    }  # fmt: skip
+    return dataclasses.replace(
+        config,
+        rank_pattern=_short(ranks, config.r, kept["rank_pattern"]),
+        alpha_pattern=_short(alphas, config.lora_alpha, kept["alpha_pattern"]),
     )
 
 

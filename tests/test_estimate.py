@@ -343,9 +343,10 @@ def test_commands_of_the_plans_can_be_parsed(monkeypatch):
     monkeypatch.chdir(root)
     text = (root / "docs" / "plans.md").read_text("utf-8").replace("\\\n", " ")
     commands = re.findall(r"^python -m purelora.estimate (.*)$", text, re.MULTILINE)
-    assert len(commands) == 4
-    for command in commands:
-        options, c = estimate._parse(shlex.split(command))
-        assert estimate.open_config(c.model.path)["num_hidden_layers"] in (32, 80, 126)
-        assert c.quant.qtype == "int8" and c.quant.skip == ()
-        assert options.devices in (None, 16, 128)
+    parsed = [estimate._parse(shlex.split(command)) for command in commands]
+    layers = [estimate.open_config(c.model.path)["num_hidden_layers"] for _, c in parsed]
+    assert layers == [32, 80, 126, 126, 30]
+    assert [options.devices for options, _ in parsed] == [None, 16, 128, 128, None]
+    for _, c in parsed:
+        assert c.quant.qtype == "int8"
+        assert c.quant.skip == (("embed_tokens",) if c.mesh.expert > 1 else ())

@@ -6,7 +6,6 @@ import math
 import pytest
 import safetensors.numpy
 import test_train
-import tiny
 
 from purelora import cli, train
 
@@ -19,12 +18,6 @@ READY = {
     "gemma4_26b_qlora": 4,
     "mixtral_8x7b_qlora": 4,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
 
 
 def shape_of(name: str, folder: str) -> dict:

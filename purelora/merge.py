@@ -203,18 +203,18 @@ def _checked(options: Options) -> list[float]:
 
 def _opened(options: Options) -> tuple[builtin.Model, list[peft.Adapter]]:
     """Opens the base and the adapters; without `--model` the first adapter names the base."""
-    if options.model is not None:
-        opened = run_model.open_model(options.model, hf_folder=options.hf_folder)
-        base = opened.source.config
-        return opened, [artefact.open_adapter(path, base) for path in options.adapter]
-    adapters = [artefact.open_adapter(path) for path in options.adapter]
-    path = adapters[0].config.base_model_name_or_path
-    if path is None:
-        raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
+    path = _base_path(options.adapter[0]) if options.model is None else options.model
     opened = run_model.open_model(path, hf_folder=options.hf_folder)
     # Only the base says how the experts lie in an adapter of PEFT's.
     base = opened.source.config
-    return opened, [artefact.open_adapter(path, base) for path in options.adapter]
+    return opened, [artefact.open_adapter(adapter, base) for adapter in options.adapter]
+
+
+def _base_path(adapter: str) -> str:
+    path = artefact.open_adapter(adapter).config.base_model_name_or_path
+    if path is None:
+        raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
+    return path
 
 
 def check_copies(base: source.Source, attached: artefact.Attached) -> None:

@@ -133,10 +133,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    # Heads of other sizes, keys that are values, and a layer left over: s s f s s f f.
+    # Heads of other sizes, keys that are values, and a part of a period left over: s s f s s f s f.
     "gemma4": _GEMMA4 | {
-        "num_hidden_layers": 7,
-        "layer_types": [*_PERIOD, *_PERIOD, "full_attention"],
+        "num_hidden_layers": 8,
+        "layer_types": [*_PERIOD, *_PERIOD, *_PERIOD[1:]],
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
@@ -178,10 +178,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
-    # Inputs of every layer; the last three layers have no keys, and wider MLPs.
+    # Inputs of every layer; the last three layers have no keys, and wider MLPs: s s f s f S S F.
     "gemma4 with shared keys": _GEMMA4 | {
-        "num_hidden_layers": 6,
-        "layer_types": [*_PERIOD, *_PERIOD],
+        "num_hidden_layers": 8,
+        "layer_types": [*_PERIOD, *_PERIOD[1:], *_PERIOD],
         "hidden_size_per_layer_input": 20,
         "vocab_size_per_layer_input": VOCAB + 2,
         "num_kv_shared_layers": 3,

@@ -22,12 +22,14 @@ def _quick_compiles():
         yield
 
 
-def expanded(runs):
-    """The sequence that runs stand for."""
+def expanded(runs, times=None):
+    """The sequence that runs stand for, or that they do when each is repeated so often."""
     found = []
-    for run in runs:
-        body = [run.body] if isinstance(run.body, int) else expanded(run.body)
-        found += body * run.times
+    for run, count in zip(runs, times or [run.times for run in runs], strict=True):
+        for number in range(count):
+            is_last = number == run.times - 1
+            found += ([run.body] if isinstance(run.body, int)
+                      else expanded(run.body, run.last if is_last else None))  # fmt: skip
     return found
 
 
@@ -38,12 +40,19 @@ def bodies(runs):
 
 @hypothesis.given(st.lists(st.integers(0, 2), min_size=1, max_size=24))
 def test_runs_are_the_sequence(sequence):
-    assert expanded(stacks.runs(sequence)) == sequence
+    runs = stacks.runs(sequence)
+    assert expanded(runs) == sequence
+    counts = [stacks.counts(run) for run in runs]
+    assert {s: sum(count[s].real for count in counts if s in count) for s in set(sequence)} == {
+        s: sequence.count(s) for s in set(sequence)}  # fmt: skip
+    rows = sum(count.rows for each in counts for count in each.values())
+    assert rows <= stacks.MOST_ROWS * len(sequence)
 
 
 @pytest.mark.parametrize(
     ("sequence", "compiled"),
-    [("s" * 9, 1), ("sssssf" * 10, 2), ("sssssf" * 3 + "ss", 3), ("dsss" * 5, 2),
+    [("s" * 9, 1), ("sssssf" * 10, 2), ("sssssf" * 3 + "ss", 2), ("dsss" * 5, 2),
+     ("sssssf" * 10 + "sssf", 2), ("sssssfsf", 2), ("sssfs", 3),
      ("ddd" + "s" * 40, 2), ("ssssf" * 3 + "SSSSF" * 4, 4), ("sdsdsd", 2), ("sf", 2)],
 )  # fmt: skip
 def test_what_repeats_is_compiled_once(sequence, compiled):

@@ -78,7 +78,8 @@ def hidden(
     given = layer_inputs.of_all_layers(tokens_BT, x_BTD, bound, cfg, None)
     own_stacks = decoder.bound_stacks(bound, groups)
     # Carried, a cache is written in place; scanned over, all of it would be copied each token.
-    (x_BTD, caches), _ = scan.run(body, (x_BTD, caches), groups, own_stacks, given=given, scan=True)
+    one, carry = scan.skipping(body), (x_BTD, caches)
+    (x_BTD, caches), _ = scan.run(one, carry, groups, own_stacks, given=given, scan=True)
     return blocks.normed(x_BTD, bound["norm"], cfg), caches
 
 

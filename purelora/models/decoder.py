@@ -141,7 +141,7 @@ def hidden(
 
     def block(
         carry: sharing.Carry, layer: scan.Layer, kind: scan.Kind, number: int
-    ) -> tuple[blocks.Output, None]:
+    ) -> tuple[sharing.Carry, sharing.Made]:
         (x_BTD, shared), own = carry, groups[number].cfg
         keeps = sharing.is_shared(groups)
         context = blocks.Context(
@@ -151,11 +151,12 @@ def hidden(
             input_BTP=layer.given,
         )
         layer_dropout = None if dropout is None else dropout.for_layer(layer.number)
-        return family.block(x_BTD, layer.bound, context, own, layer_dropout), None
+        out = family.block(x_BTD, layer.bound, context, own, layer_dropout)
+        return (out.x_BTD, shared), (out.mixed, out.router)
 
     x_BTD = embedded(inputs.tokens_BT, bound, cfg, dtype)
     given = layer_inputs.of_all_layers(inputs.tokens_BT, x_BTD, bound, cfg, dropout)
-    body = scan.rematted(block, scan=scan_layers, remat=remat)
+    body = scan.rematted(scan.skipping(block), scan=scan_layers, remat=remat)
     own_stacks = bound_stacks(bound, groups)
     x_BTD, router = sharing.run(body, x_BTD, groups, own_stacks, given=given, scan=scan_layers)
     return blocks.normed(x_BTD, bound["norm"], cfg), router

@@ -37,6 +37,7 @@ class Layer(NamedTuple):
       position: int32 position of the layer in its stack.
       number: int32 number of the layer in the model.
       given: the layer's slice of `run`'s argument `given`.
+      is_real: whether there is such a layer; if not, it is skipped. None if all are real.
     """
 
     frozen: dict[str, Any]
@@ -44,6 +45,7 @@ class Layer(NamedTuple):
     position: jax.Array
     number: jax.Array
     given: Any
+    is_real: jax.Array | None = None
 
     @property
     def bound(self) -> trees.Tree:
@@ -52,6 +54,7 @@ class Layer(NamedTuple):
 
 
 # (carry, layer, index of its kind in `Config.kinds` of its stack, index of the stack) -> (carry, y)
+# Where the layer is not real the carry stays as it is, see `skipping`.
 Body = Callable[[Any, Layer, Kind, int], tuple[Any, Any]]
 
 
@@ -60,6 +63,35 @@ def of_kind(kind: Kind, options: Sequence[Any]) -> Any:
     if isinstance(kind, int):
         return options[kind]
     return jax.tree.map(lambda *arrays: jax.lax.select_n(kind, *arrays), *options)
+
+
+def if_real(layer: Layer, one: Any, other: Any) -> Any:
+    """`one` if the layer is real, else `other`: pytrees of the same shapes."""
+    is_real = layer.is_real
+    if is_real is None:
+        return one
+    return jax.tree.map(lambda *arrays: jnp.where(is_real, *arrays), one, other)
+
+
+def skipping(body: Body) -> Body:
+    """`body`, which leaves the carry as it is and has a y of zeros where the layer is not real.
+
+    It belongs inside of `rematted`. Outside, jax 0.10 saves all that a branch is given, for every
+    layer: whole stacks of weights.
+    """
+
+    def run(carry: Any, layer: Layer, kind: Kind, stack: int) -> tuple[Any, Any]:
+        if layer.is_real is None:
+            return body(carry, layer, kind, stack)
+
+        def taken() -> tuple[Any, Any]:
+            return body(carry, layer, kind, stack)
+
+        skipped = carry, jax.tree.map(jnp.zeros_like, jax.eval_shape(taken)[1])
+        out: tuple[Any, Any] = jax.lax.cond(layer.is_real, taken, lambda: skipped)
+        return out
+
+    return run
 
 
 def rematted(body: Body, *, scan: bool, remat: bool) -> Body:
@@ -112,16 +144,17 @@ def run(
     split = [params.split_weights(tree) for tree in bound]
 
     def one(carry: Any, xs: Any, stack: int) -> tuple[Any, Any]:
-        own, position, number, kind, more = xs
+        layer, kind = xs
         kinds = stacks[stack].cfg.kind_numbers
         kind = kind if len(set(kinds)) > 1 else kinds[0]
-        return body(carry, Layer(split[stack][0], own, position, number, more), kind, stack)
+        return body(carry, layer._replace(frozen=split[stack][0]), kind, stack)
 
-    def leading(stack: Stack, own: trees.Tree) -> Any:
+    def leading(stack: Stack, own: trees.Tree) -> tuple[Layer, jax.Array]:
         ints = (range(len(stack.layers)), stack.layers, stack.cfg.kind_numbers)
+        position, number, kind = (jnp.asarray(numbers, jnp.int32) for numbers in ints)
         is_all = len(stacks) == 1
         more = given if is_all else jax.tree.map(lambda a: a[np.asarray(stack.layers)], given)
-        return own, *(jnp.asarray(numbers, jnp.int32) for numbers in ints), more
+        return Layer({}, own, position, number, more), kind
 
     xs = [leading(stack, own) for stack, (_, own) in zip(stacks, split, strict=True)]
     runs = stack_lib.runs(stack_lib.numbers(stacks))
@@ -154,6 +187,8 @@ def _scanned(
     A run of a single layer is a scan too, of length 1. Slicing that layer off would save the slice
     for the backward pass, and XLA does not compile such a scan as a loop.
 
+    Where the last repetition is only a part, its other rows are zeros and not real.
+
     Args:
       one: one layer, as the body of `lax.scan`.
       runs: the layers' order.
@@ -167,9 +202,9 @@ def _scanned(
     ys: dict[int, list[Any]] = {stack: [] for stack in xs}
     for run in runs:
         counts, parts = stack_lib.counts(run), {}
-        for stack, each in counts.items():
-            parts[stack] = _part(xs[stack], used[stack], run.times * each)
-            used[stack] += run.times * each
+        for stack, (rows, real) in counts.items():
+            parts[stack] = _filled(_part(xs[stack], used[stack], real), real, rows)
+            used[stack] += real
         if isinstance(run.body, int):
             body = functools.partial(one, stack=run.body)
             carry, y = jax.lax.scan(body, carry, parts[run.body])
@@ -178,7 +213,8 @@ def _scanned(
         nested = functools.partial(_scanned, one, run.body)
         carry, of_run = jax.lax.scan(nested, carry, jax.tree.map(_fold(run.times), parts))
         for stack, y in of_run.items():
-            ys[stack].append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), y))
+            y = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), y)
+            ys[stack].append(_part(y, 0, counts[stack].real))
     joined = {
         stack: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
         for stack, found in ys.items()
@@ -198,6 +234,18 @@ def _part(xs: Any, start: int, count: int) -> Any:
         return array if is_all else jax.lax.slice_in_dim(array, start, start + count)
 
     return jax.tree.map(cut, xs)
+
+
+def _filled(xs: tuple[Layer, jax.Array], real: int, rows: int) -> tuple[Layer, jax.Array]:
+    """The `real` layers with rows behind them that are not, `rows` in all."""
+    if real == rows:
+        return xs
+
+    def fill(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, [(0, rows - real), *([(0, 0)] * (array.ndim - 1))])
+
+    layer, kind = jax.tree.map(fill, xs)
+    return layer._replace(is_real=jnp.arange(rows) < real), kind
 
 
 def _in_order(ys: Sequence[Any], stacks: Sequence[Stack]) -> Any:

@@ -20,6 +20,7 @@ from purelora.models.reading import Kind
 
 KeysValues = tuple[jax.Array, jax.Array]
 Carry = tuple[jax.Array, KeysValues | None]  # The activations, and an earlier layer's keys, values.
+Made = tuple[KeysValues | None, Any]  # A layer's own keys and values, and its router's statistics.
 
 
 def is_shared(groups: Sequence[stacks.Stack]) -> bool:
@@ -72,8 +73,7 @@ def run(
     """`scan.run` with the shared keys and values in its carry.
 
     Args:
-      block: one layer: ((activations, shared keys and values), layer, kind, stack) to
-        (`blocks.Output`, None).
+      block: one layer: (`Carry`, layer, kind, stack) to (`Carry`, `Made`).
       x_BTD: input of the first layer.
       groups: the stacks of the model.
       bound: the bound modules of each stack.
@@ -93,10 +93,11 @@ def run(
         own = groups[number].cfg
         place = kinds.index(own.kinds[0]) if own.kinds[0] in kinds else None
         shared = store[place] if own.shares_keys and place is not None else None
-        out, _ = block((x_BTD, shared), layer, kind, number)
+        (x_BTD, _), (made, router) = block((x_BTD, shared), layer, kind, number)
         if place is not None and not own.shares_keys:
-            store = (*store[:place], out.mixed, *store[place + 1 :])
-        return (out.x_BTD, store), out.router
+            made = scan_lib.if_real(layer, made, store[place])
+            store = (*store[:place], made, *store[place + 1 :])
+        return (x_BTD, store), router
 
     store = tuple(_zeros(block, x_BTD, groups, bound, given, kind) for kind in kinds)
     (x_BTD, _), router = scan_lib.run(body, (x_BTD, store), groups, bound, given=given, scan=scan)
@@ -115,9 +116,7 @@ def _zeros(
     number, _ = owner(groups, kind)
     zero = jnp.int32(0)
     layer = scan_lib.Layer({}, params.layer(bound[number], 0), zero, zero, params.layer(given, 0))
-    like = jax.eval_shape(
-        lambda x, layer: block((x, None), layer, 0, number)[0].mixed, x_BTD, layer
-    )
+    like = jax.eval_shape(lambda x, layer: block((x, None), layer, 0, number)[1][0], x_BTD, layer)
     # `zeros_like` keeps the mesh axes that these vary over, as the carry of a scan must.
     zeros: KeysValues = jax.tree.map(jnp.zeros_like, like)
     return zeros

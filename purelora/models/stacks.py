@@ -7,12 +7,15 @@ Files name a layer by its number in the model, trees by a stack and a position i
 To scan the layers, their order is written as nested repetitions, so that each repeated part is
 compiled once. Here `s` is a layer of one group (such as sliding window) and `f` of another (full):
 
-    layers in order         s s s f s s s f s        tree paths layers.s, layers.f
-    runs                    2 × (3 × s, f), s        two bodies of s and one of f are compiled
+    layers in order         s s s f s s s f s f      tree paths layers.s, layers.f
+    runs                    3 × (3 × s, f)           a body of s and one of f are compiled
+
+The last repetition may be a part of the others: here it has one layer s.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,16 +73,24 @@ class Run(NamedTuple):
     Attributes:
       times: how often.
       body: what is repeated: one layer of the stack of this index, or runs one after the other.
+      last: if the last repetition is only a part of the others: how often each run of `body`, which
+        are then of one layer of different stacks, is repeated in it.
     """
 
     times: int
     body: int | tuple["Run", ...]
+    last: tuple[int, ...] | None = None
+
+
+# A last repetition that is only a part of the others is filled up with rows that stand for no layer
+# and are skipped. They take memory, if not time: so much more than the layers themselves.
+MOST_ROWS = 1.5
 
 
 def runs(sequence: Sequence[int]) -> tuple[Run, ...]:
     """Writes the order of layers as nested repetitions.
 
-    It goes greedily from the front: of all periods it takes the one whose whole repetitions reach
+    It goes greedily from the front: of all periods it takes the one whose repetitions reach
     furthest, of several such the shortest. A period of more than one layer is written as runs too.
 
     Args:
@@ -88,29 +99,72 @@ def runs(sequence: Sequence[int]) -> tuple[Run, ...]:
     found, start = [], 0
     while start < len(sequence):
         rest = sequence[start:]
-        period = max(range(1, len(rest) // 2 + 1), key=lambda p: _reach(rest, p), default=1)
-        count = max(1, _reach(rest, period) // period)
-        period = period if count > 1 else 1
-        body = rest[0] if period == 1 else runs(rest[:period])
-        found.append(Run(count, body))
-        start += count * period
+        options = (_repetition(rest, period) for period in range(1, len(rest)))
+        best = max(options, key=lambda found: found.reach, default=_ONE)
+        body = rest[0] if best.period == 1 else runs(rest[: best.period])
+        found.append(Run(best.times, body, best.last))
+        start += best.reach
     return tuple(found)
 
 
-def _reach(sequence: Sequence[int], period: int) -> int:
-    """How many layers from the front repeat the first `period` of them; 0 without repetition."""
-    first, count = sequence[:period], 1
-    while sequence[count * period : (count + 1) * period] == first:
-        count += 1
-    return count * period if count > 1 else 0
+class _Repetition(NamedTuple):
+    """The first `period` layers `times` times, of which the last may be a part: `reach` layers."""
+
+    period: int
+    times: int
+    last: tuple[int, ...] | None
+    reach: int
 
 
-def counts(run: Run) -> dict[int, int]:
-    """How many layers of each stack are in the body of `run`, by the index of the stack."""
+_ONE = _Repetition(period=1, times=1, last=None, reach=1)
+
+
+def _repetition(sequence: Sequence[int], period: int) -> _Repetition:
+    """How far the first `period` layers are repeated; `_ONE` if they are not."""
+    first, times = sequence[:period], 1
+    while sequence[times * period : (times + 1) * period] == first:
+        times += 1
+    last = _part_of(first, sequence[times * period :])
+    reach = times * period + sum(last)
+    if last and (times + 1) * period <= MOST_ROWS * reach:
+        return _Repetition(period, times + 1, last, reach)
+    return _Repetition(period, times, None, times * period) if times > 1 else _ONE
+
+
+def _part_of(first: Sequence[int], rest: Sequence[int]) -> tuple[int, ...]:
+    """For each stack in `first`, how many layers of it are in the front of `rest`, in this order.
+
+    A part begins as the whole does. If there is none, or a stack comes twice in `first`, it is ().
+    """
+    blocks = [(stack, len(list(block))) for stack, block in itertools.groupby(first)]
+    is_simple = 1 < len(blocks) == len(set(first))
+    if not is_simple or list(rest[:1]) != list(first[:1]):
+        return ()
+    found, start = [], 0
+    for stack, most in blocks:
+        same = [other == stack for other in rest[start : start + most]]
+        found.append([*same, False].index(False))
+        start += found[-1]
+    return tuple(found)
+
+
+class Count(NamedTuple):
+    """How many layers of a stack are in a run: `real` ones, in `rows` rows."""
+
+    rows: int
+    real: int
+
+
+def counts(run: Run) -> dict[int, Count]:
+    """How many layers of each stack are in the run, by the index of the stack."""
     if isinstance(run.body, int):
-        return {run.body: 1}
-    found: dict[int, int] = {}
-    for part in run.body:
-        for stack, count in counts(part).items():
-            found[stack] = found.get(stack, 0) + part.times * count
+        return {run.body: Count(run.times, run.times)}
+    found: dict[int, Count] = {}
+    for n, part in enumerate(run.body):
+        for stack, own in counts(part).items():
+            real = own.real * run.times
+            if run.last is not None:
+                real = own.real * (run.times - 1) + run.last[n]
+            before = found.get(stack, Count(0, 0))
+            found[stack] = Count(before.rows + own.real * run.times, before.real + real)
     return found

@@ -167,11 +167,33 @@ def ours(plan, base, trainable):
 def plain(base, adapters):
     """The plainest jitted step: whole weights, scores and logits, nothing of purelora's."""
     import jax
+    import optax
+
+    loss, tx = plain_loss(), optax.adamw(RATE, weight_decay=0.0)
+
+    def step(adapters, opt_state, base):
+        value, grads = jax.value_and_grad(loss)(adapters, base)
+        updates, opt_state = tx.update(grads, opt_state, adapters)
+        return optax.apply_updates(adapters, updates), opt_state, value
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    carried = (adapters, tx.init(adapters))
+
+    def run():
+        nonlocal carried
+        *carried, value = step(*carried, base)
+        return float(value)
+
+    return run
+
+
+def plain_loss():
+    """The mean loss of `random_tokens` as a function of adapters and base."""
+    import jax
     import jax.numpy as jnp
     import optax
 
     tokens = jax.device_put(random_tokens(), jax.devices()[0])
-    tx = optax.adamw(RATE, weight_decay=0.0)
     angles = jnp.arange(LENGTH)[:, None] * THETA ** -(jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
 
@@ -212,20 +234,7 @@ def plain(base, adapters):
         logits = norm(x, base["norm"]) @ base["lm_head"]["weight"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    def step(adapters, opt_state, base):
-        value, grads = jax.value_and_grad(loss)(adapters, base)
-        updates, opt_state = tx.update(grads, opt_state, adapters)
-        return optax.apply_updates(adapters, updates), opt_state, value
-
-    step = jax.jit(step, donate_argnums=(0, 1))
-    carried = (adapters, tx.init(adapters))
-
-    def run():
-        nonlocal carried
-        *carried, value = step(*carried, base)
-        return float(value)
-
-    return run
+    return loss
 
 
 def tunix():
@@ -233,10 +242,38 @@ def tunix():
     import jax
     import numpy as np
     import optax
+    from tunix.sft import peft_trainer
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(DEVICES, 1), ("fsdp", "tp"))
+    settings = peft_trainer.TrainingConfig(eval_every_n_steps=10**6, max_steps=10**6)
+    ids = random_tokens()[:, :-1]
+    batch = {
+        "input_tokens": ids,
+        "input_mask": np.ones(ids.shape, bool),
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
+        "attention_mask": np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (ROWS, 1, 1)),
+    }
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    adapted = tunix_model(mesh)
+    with mesh:
+        trainer = peft_trainer.PeftTrainer(adapted, optax.adamw(RATE, weight_decay=0.0), settings)
+        step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
+        batch = jax.device_put(batch, rows)
+
+    def run():
+        with mesh:
+            value, *_ = step(batch)
+        return float(value)
+
+    return run
+
+
+def tunix_model(mesh):
+    """Tunix's Llama 3 with qwix's adapters and quantised base, on the devices of the mesh."""
+    import jax
     import qwix
     from flax import nnx
     from tunix.models.llama3 import model as llama3
-    from tunix.sft import peft_trainer
 
     sizes = llama3.ModelConfig(
         num_layers=LAYERS,
@@ -249,7 +286,6 @@ def tunix():
         rope_theta=int(THETA),
         norm_eps=EPS,
     )
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(DEVICES, 1), ("fsdp", "tp"))
     rules = qwix.LoraProvider(
         module_path="|".join(f".*{name}" for name in LINEARS),
         rank=RANK,
@@ -267,28 +303,8 @@ def tunix():
         whole = nnx.jit(lambda: placed(llama3.Llama3(sizes, rngs=nnx.Rngs(0))))()
     example = whole.get_model_input()
     adapted = qwix.apply_lora_to_model(whole, rules, rngs=nnx.Rngs(1), **example)
-    settings = peft_trainer.TrainingConfig(eval_every_n_steps=10**6, max_steps=10**6)
-    ids = random_tokens()[:, :-1]
-    batch = {
-        "input_tokens": ids,
-        "input_mask": np.ones(ids.shape, bool),
-        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
-        "attention_mask": np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (ROWS, 1, 1)),
-    }
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     with mesh:
-        trainer = peft_trainer.PeftTrainer(
-            placed(adapted), optax.adamw(RATE, weight_decay=0.0), settings
-        )
-        step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
-        batch = jax.device_put(batch, rows)
-
-    def run():
-        with mesh:
-            value, *_ = step(batch)
-        return float(value)
-
-    return run
+        return placed(adapted)
 
 
 if __name__ == "__main__":

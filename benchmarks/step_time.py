@@ -135,18 +135,33 @@ def full_batch():
 def naive(dtype: str):
     """The plainest jitted step of the same model."""
     import jax
-    import jax.numpy as jnp
     import optax
 
     from purelora import assembly, info
-    from purelora.models import layers
 
     quiet = settings(dtype, "none", "scan", "none")
     model, plan = assembly.open_and_plan(quiet, lambda text: None)
     base = assembly.load_weights(model, plan, lambda text: None).tree
     adapters = info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
-    tx = optax.adamw(1e-3)
-    cfg = plan.model.config
+    tx, loss = optax.adamw(1e-3), naive_loss(plan.model.config, dtype)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, base, batch):
+        adapters, opt_state = state
+        value, grads = jax.value_and_grad(loss)(adapters, base, batch)
+        updates, opt_state = tx.update(grads, opt_state, adapters)
+        return (optax.apply_updates(adapters, updates), opt_state), value
+
+    return step, (adapters, tx.init(adapters)), base, full_batch()
+
+
+def naive_loss(cfg, dtype: str):
+    """The mean loss of a batch of one micro-batch, as a function of adapters, base and batch."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from purelora.models import layers
 
     def proj(x, w, a):
         y = x @ w["weight"].astype(x.dtype)
@@ -186,14 +201,7 @@ def naive(dtype: str):
         )
         return (nll * batch.weights[0]).mean()
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, base, batch):
-        adapters, opt_state = state
-        value, grads = jax.value_and_grad(loss)(adapters, base, batch)
-        updates, opt_state = tx.update(grads, opt_state, adapters)
-        return (optax.apply_updates(adapters, updates), opt_state), value
-
-    return step, (adapters, tx.init(adapters)), base, full_batch()
+    return loss
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
         template=_template(opened.tokenizer, options.chat_template_kwargs),
         voices=voices,
         dtype=jnp.dtype(options.dtype),
-        longest=config.get("text_config", config).get("max_position_embeddings"),
+        longest=model.config.max_position_embeddings,
     )
 
 

@@ -290,6 +290,7 @@ def test_missing_field_is_named(field):
     [
         ({"hidden_size": "32"}, "hidden_size = '32': is not a size"),
         ({"vocab_size": 0}, "vocab_size = 0: is not a size"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings = .64.: is not a size"),
         ({"num_hidden_layers": True}, "num_hidden_layers = True: is not a size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide .*= 4"),
         ({"head_dim": 7}, "head_dim = 7: is odd"),

@@ -68,7 +68,11 @@ def bits(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+# What is made of the weights is resumed alike in all three ways of making it.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("olora", "loftq")]
+
+
+@pytest.mark.parametrize("name", [*(n for n in FEATURES if n not in ("olora", "loftq")), *SLOW])
 def test_resumed_run_equals_the_unbroken_one(tmp_path: pathlib.Path, name: str):
     options = (*FEATURES[name], "--config.optim.schedule_steps=4")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -82,7 +86,7 @@ def test_resumed_run_equals_the_unbroken_one(tmp_path: pathlib.Path, name: str):
     chex.assert_trees_all_equal(*[jax.tree.map(bits, state) for state in states])
 
 
-@pytest.mark.parametrize("name", ["pissa", "loftq", "olora", "patterns"])
+@pytest.mark.parametrize("name", ["pissa", "patterns", *SLOW])
 def test_export_is_checked(tmp_path: pathlib.Path, name: str, capsys):
     """Also where the written adapter is for another base than the run's."""
     options = (*FEATURES[name], "--config.checkpoint.save_base=True")

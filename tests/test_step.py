@@ -55,7 +55,7 @@ TENSOR_CASES = (
 )  # fmt: skip
 CASES = (*LORA_CASES, *OTHER_QTYPES, FULL, FULL_FSDP_8, FULL_UNROLLED, *TENSOR_CASES)
 # What these have others have too, with more besides.
-SLOW = FULL, FULL_TENSOR_8, TENSOR_2, INT4_TILED
+SLOW = FULL, FULL_TENSOR_8, TENSOR_2, INT4_TILED, NF4_UNROLLED
 QUICK_CASES = [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
 ADAM = (
     Case("int8", data=2, fsdp=4, accum=4, sharded=True, optimiser="adamw"),

@@ -83,7 +83,11 @@ def test_a_run_learns_and_records_every_step_once(finished):
 
 @pytest.mark.parametrize(
     "extra",
-    [(), ("--config.lora.lora_dropout=0.3",), ("--config.accum_steps=2", "--config.batch_size=16")],
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--config.lora.lora_dropout=0.3",),
+        ("--config.accum_steps=2", "--config.batch_size=16"),
+    ],
 )
 def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, extra):
     whole, broken = tmp_path / "whole", tmp_path / "broken"

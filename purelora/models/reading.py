@@ -145,6 +145,7 @@ class Config:
       groups: groups of layers whose parameters differ in shape, together every layer once; () if
         all layers are alike.
       prefix: how Hugging Face's names of the modules begin.
+      max_position_embeddings: how many positions the model was made for; None if not stated.
     """
 
     hidden_size: int
@@ -171,6 +172,7 @@ class Config:
     shares_keys: bool = False
     groups: tuple[Group, ...] = ()
     prefix: str = "model"
+    max_position_embeddings: int | None = None
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -363,6 +365,8 @@ class Reader:
         """
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
         sizes: dict[str, Any] = {name: self.size(name) for name in names}
+        longest = "max_position_embeddings"
+        sizes[longest] = None if self.get(longest) is None else self.size(longest)
         eps = self.positive("rms_norm_eps")
         tied = self.flag("tie_word_embeddings", absent=is_tied)
         unknown = {k: v for k, v in _OF_SOME_FAMILIES.items() if k not in self._asked}

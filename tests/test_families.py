@@ -54,6 +54,16 @@ def test_logits_of_the_plain_model(name):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
+def assert_close_in_size(got, wanted):
+    """Every element to 1e-4 of the leaf's largest.
+
+    Gemma 4's scores are not scaled down, and with random weights rounding grows by the layer.
+    """
+    for path, leaf in trees.flatten(wanted).items():
+        size = np.abs(leaf).max()
+        np.testing.assert_allclose(trees.flatten(got)[path], leaf, rtol=0, atol=1e-4 * size)
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_scan_and_remat_change_nothing(name):
     """Where layers differ, the scan chooses by their number; values and gradients of the loss."""
@@ -72,7 +82,7 @@ def test_scan_and_remat_change_nothing(name):
     for scan, remat in ((True, False), (True, True)):
         got, other = run(adapters, scan, remat)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-        chex.assert_trees_all_close(other, grads, rtol=1e-5, atol=1e-6)
+        assert_close_in_size(other, grads)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
@@ -150,10 +160,7 @@ def test_groups_of_layers_train_alike_on_a_mesh(name):
     one = Case("int8", family=name, layers=depth, model=tuple(changes.items()))
     wanted, _ = test_step.one_step(one, tiny.flat_batch())
     got, _ = test_step.one_step(dataclasses.replace(one, tensor=2, fsdp=2), tiny.flat_batch())
-    # Scores are not scaled down here, and with random weights rounding grows from layer to layer.
-    for path, leaf in trees.flatten(wanted).items():
-        size = np.abs(leaf).max()
-        np.testing.assert_allclose(trees.flatten(got)[path], leaf, rtol=0, atol=1e-4 * size)
+    assert_close_in_size(got, wanted)
 
 
 def test_norms_of_heads_train_alike_on_a_mesh():

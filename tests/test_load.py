@@ -198,7 +198,9 @@ def peak_growth(folder, qtype: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(("qtype", "bits"), [("int8", 8), ("nf4", 4)])
+@pytest.mark.parametrize(
+    ("qtype", "bits"), [("int8", 8), pytest.param("nf4", 4, marks=pytest.mark.slow)]
+)
 def test_memory_peaks_at_the_base_and_one_tensor(tmp_path, qtype, bits):
     """A 600 MB file as a base of 150 or 75 MB: the file, or all floats, would be seen."""
     config = {

@@ -92,9 +92,15 @@ def adapted_logits(base: Base, adapter: str) -> np.ndarray:
     return logits(found.model, found.trainable, tree)
 
 
-# Tied and untied tables differ in what is merged into the head, which two of these show.
+# Tied and untied tables differ in what is merged into the head, which two of these show; and
+# `rank_pattern` and `some layers` have all that two others have.
+OTHERS = "plain", "layers_to_transform"
 QUICK = [
-    pytest.param(name, tied, marks=[pytest.mark.slow] if tied and "head" not in name else [])
+    pytest.param(
+        name,
+        tied,
+        marks=[pytest.mark.slow] if name in OTHERS or (tied and "head" not in name) else [],
+    )
     for name, tied in test_artefact.CASES
 ]
 

@@ -105,7 +105,9 @@ def run_with_torch(model: Any, run: assembly.Run) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["lora", "dora", "rank_pattern", pytest.param("rslora", marks=pytest.mark.slow)]
+)
 def test_losses_and_adapters_are_those_of_peft(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, weights: Any, variant: str
 ):

@@ -81,6 +81,7 @@ def test_a_run_that_does_not_resume_exactly_fails(tmp_path, capsys, monkeypatch)
     assert out.endswith("FAIL\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_resume_at_all_fails(tmp_path, capsys):
     (tmp_path / "other.py").write_text(
         "import time\nfrom configs import tiny\n\ndef get_config():\n    c = tiny.get_config()\n"

@@ -100,7 +100,7 @@ def runs(sequence: Sequence[int]) -> tuple[Run, ...]:
     while start < len(sequence):
         rest = sequence[start:]
         options = (_repetition(rest, period) for period in range(1, len(rest)))
-        best = max(options, key=lambda found: found.reach, default=_ONE)
+        best = max(options, key=lambda option: option.reach, default=_ONE)
         body = rest[0] if best.period == 1 else runs(rest[: best.period])
         found.append(Run(best.times, body, best.last))
         start += best.reach

@@ -82,7 +82,10 @@ def test_scan_and_remat_change_nothing(name):
     for scan, remat in ((True, False), (True, True)):
         got, other = run(adapters, scan, remat)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-        assert_close_in_size(other, grads)
+        if name.startswith("gemma4"):
+            assert_close_in_size(other, grads)
+        else:
+            chex.assert_trees_all_close(other, grads, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])

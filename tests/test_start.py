@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import test_train
+import tiny
 
 from purelora import checkpoint, errors, export
 from purelora.io import peft
@@ -69,10 +70,10 @@ def bits(leaf: Any) -> np.ndarray:
 
 
 # What is made of the weights is resumed alike in all three ways of making it.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("olora", "loftq")]
+SLOW = "olora", "loftq"
 
 
-@pytest.mark.parametrize("name", [*(n for n in FEATURES if n not in ("olora", "loftq")), *SLOW])
+@pytest.mark.parametrize("name", tiny.with_slow(FEATURES, SLOW))
 def test_resumed_run_equals_the_unbroken_one(tmp_path: pathlib.Path, name: str):
     options = (*FEATURES[name], "--config.optim.schedule_steps=4")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -86,7 +87,7 @@ def test_resumed_run_equals_the_unbroken_one(tmp_path: pathlib.Path, name: str):
     chex.assert_trees_all_equal(*[jax.tree.map(bits, state) for state in states])
 
 
-@pytest.mark.parametrize("name", ["pissa", "patterns", *SLOW])
+@pytest.mark.parametrize("name", tiny.with_slow(["pissa", "loftq", "olora", "patterns"], SLOW))
 def test_export_is_checked(tmp_path: pathlib.Path, name: str, capsys):
     """Also where the written adapter is for another base than the run's."""
     options = (*FEATURES[name], "--config.checkpoint.save_base=True")

@@ -56,7 +56,6 @@ TENSOR_CASES = (
 CASES = (*LORA_CASES, *OTHER_QTYPES, FULL, FULL_FSDP_8, FULL_UNROLLED, *TENSOR_CASES)
 # What these have others have too, with more besides.
 SLOW = FULL, FULL_TENSOR_8, TENSOR_2, INT4_TILED, NF4_UNROLLED
-QUICK_CASES = [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
 ADAM = (
     Case("int8", data=2, fsdp=4, accum=4, sharded=True, optimiser="adamw"),
     Case(scan=False, optimiser="adamw"),
@@ -135,7 +134,7 @@ def supervised(*counts: int) -> np.ndarray:
     return (np.arange(tiny.LENGTH)[None] < padded[:, None]).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", QUICK_CASES, ids=ids)
+@pytest.mark.parametrize("case", tiny.with_slow(CASES, SLOW), ids=ids)
 def test_step_is_the_plain_gradient(case):
     assert_is_reference(case, tiny.flat_batch())
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from purelora import artefact, assembly, cli
 from purelora import tree as trees
@@ -105,9 +106,7 @@ def run_with_torch(model: Any, run: assembly.Run) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "variant", ["lora", "dora", "rank_pattern", pytest.param("rslora", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("variant", tiny.with_slow(VARIANTS, ["rslora"]))
 def test_losses_and_adapters_are_those_of_peft(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, weights: Any, variant: str
 ):

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import families
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from purelora import collectives, config, info, optim, quant, rules, specs, state, step
@@ -27,6 +28,11 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def with_slow(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """The cases as parameters of a test, those of `slow` in the slow lane."""
+    return [pytest.param(c, marks=pytest.mark.slow) if c in slow else c for c in cases]
 
 
 def hf_config(family: str = "llama", **changes: Any) -> dict[str, Any]:

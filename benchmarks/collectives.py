@@ -23,7 +23,7 @@ SIZES = ((16, 1), (16, 4), (4, 1), (4, 4))  # Layers and micro-batches.
 def main() -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from purelora import estimate
+    from purelora.commands import estimate
 
     for name, mesh in MESHES.items():
         found = compiled(16, 1, mesh)[1].traffic()
@@ -51,8 +51,9 @@ def compiled(layers: int, accum: int, mesh: tuple[int, int]):
     """The plan, and its compiled step as text, read."""
     import jax
 
-    from purelora import cli, footprint
-    from purelora import plan as plans
+    from purelora.analysis import footprint
+    from purelora.config import command_line
+    from purelora.training import plan as plans
 
     fsdp, tensor = mesh
     keys = {
@@ -65,7 +66,9 @@ def compiled(layers: int, accum: int, mesh: tuple[int, int]):
         "mesh.tensor": tensor,
     }
     overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    config = cli.parse([f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()).config
+    config = command_line.parse(
+        [f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()
+    ).config
     hf_config = {**json.loads(SHAPE.read_text()), "num_hidden_layers": layers}
     plan = plans.make(config, hf_config, str(SHAPE), jax.devices())
     return plan, footprint.program_of(plan)
@@ -75,7 +78,7 @@ def reductions(layers: int, accum: int, mesh: tuple[int, int]):
     """The collectives that sum gradients: known by the adapters' shapes on a device."""
     import jax
 
-    from purelora import specs
+    from purelora.sharding import specs
 
     plan, program = compiled(layers, accum, mesh)
     shapes = jax.tree.map(

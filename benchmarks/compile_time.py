@@ -106,8 +106,10 @@ def lowering(shape: str, scan: bool, layers: int):
     """The step of a run with so many layers: a function that traces and lowers it anew."""
     import jax
 
-    from purelora import assembly, cli, footprint, optim
-    from purelora import plan as plans
+    from purelora.analysis import footprint
+    from purelora.config import command_line
+    from purelora.training import optimisers, setup
+    from purelora.training import plan as plans
 
     path = ROOT / "configs" / "shapes" / "small" / f"{shape}.json"
     keys = {
@@ -122,21 +124,21 @@ def lowering(shape: str, scan: bool, layers: int):
         "quant.tile_size": 16,
     }
     overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    settings = cli.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
+    settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
     # Kinds of layers in the model's own order, whatever their number.
     sizes = {k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"}
     plan = plans.make(settings, {**sizes, "num_hidden_layers": layers}, str(path), jax.devices())
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    layout = assembly.layout_of(plan, tx)
+    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
+    layout = setup.layout_of(plan, tx)
     arguments = footprint.abstract_arguments(plan)
-    return lambda: assembly.train_step(plan, layout, tx, schedule_steps=100).lower(*arguments)
+    return lambda: setup.train_step(plan, layout, tx, schedule_steps=100).lower(*arguments)
 
 
 def compiled(lower) -> Cost:
     """Traces, lowers and compiles a step, cold."""
     import jax
 
-    from purelora import hlo
+    from purelora.analysis import hlo
 
     jax.clear_caches()
     start = time.perf_counter()

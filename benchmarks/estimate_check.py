@@ -70,7 +70,7 @@ def child(method: str, case: str, arguments: argparse.Namespace) -> dict[str, fl
 
 def settings(case: str):
     """The configuration of a case: configs/qlora.py with the case's keys."""
-    from purelora import cli
+    from purelora.config import command_line
 
     model, qtype, remat = case.split("/")
     path, length = MODELS[model]
@@ -82,19 +82,23 @@ def settings(case: str):
         "remat": remat,
     }
     overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    return cli.parse([f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()).config
+    return command_line.parse(
+        [f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()
+    ).config
 
 
 def estimated(case: str) -> dict[str, float]:
     """Peak bytes by both methods."""
     import jax
 
-    from purelora import estimate, footprint, plan
+    from purelora.analysis import footprint
+    from purelora.commands import estimate
+    from purelora.training import plan as plans
 
     c = settings(case)
     hf_config = estimate.open_config(c.model.path)
     devices = jax.devices()[:1]
-    compiled = footprint.compiled(plan.make(c, hf_config, c.model.path, devices))
+    compiled = footprint.compiled(plans.make(c, hf_config, c.model.path, devices))
     formula = footprint.formula(c, hf_config, c.model.path, devices, DEPTHS)
     return {"compiled": compiled.peak_bytes, "formula": formula.peak_bytes}
 
@@ -105,14 +109,17 @@ def measured(case: str, steps: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from purelora import assembly, estimate, footprint, optim, plan
+    from purelora.analysis import footprint
+    from purelora.commands import estimate
+    from purelora.training import optimisers, setup
+    from purelora.training import plan as plans
 
     c = settings(case)
-    p = plan.make(c, estimate.open_config(c.model.path), c.model.path, jax.devices()[:1])
-    tx = optim.transformation(c.optim, p.trainable_infos)
-    layout = assembly.layout_of(p, tx)
+    p = plans.make(c, estimate.open_config(c.model.path), c.model.path, jax.devices()[:1])
+    tx = optimisers.transformation(c.optim, p.trainable_infos)
+    layout = setup.layout_of(p, tx)
     arguments = footprint.abstract_arguments(p)
-    step = assembly.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
+    step = setup.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
     analysis = step.memory_analysis()
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new
@@ -128,7 +135,7 @@ def measured(case: str, steps: int) -> dict[str, float]:
     trained = jax.jit(
         lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), arguments.state.trainable)
     )()
-    state = assembly.fresh_state(p, layout, tx, trained)
+    state = setup.fresh_state(p, layout, tx, trained)
     batch = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), arguments.batch)
     for _ in range(steps):
         state, metrics = step(state, base, batch)

@@ -50,21 +50,22 @@ Generate = Callable[[list[list[int]], int], None]
 
 def candidates(arguments: argparse.Namespace) -> tuple[dict[str, Generate], list[int]]:
     """What is compared, and the prompt's tokens."""
-    from purelora import generate, speaker
-    from purelora.io import builtin
+    from purelora.inference import loaded_model
+    from purelora.interop import builtin
+    from purelora.models import decode
 
-    options = speaker.ModelOptions(
+    options = loaded_model.ModelOptions(
         model=arguments.model,
         dtype=arguments.dtype,
         qtype=arguments.qtype,
         tile_size=arguments.tile_size,
     )
-    talker = speaker.load_speaker(options, {})
-    voice = talker.voice(speaker.BASE)
+    talker = loaded_model.load_speaker(options, {})
+    voice = talker.voice(loaded_model.BASE)
     ids = talker.ids(PROMPT, where="prompt", max_new_tokens=arguments.new_tokens)[:PROMPT_TOKENS]
 
     def ours(prompts: list[list[int]], new_tokens: int) -> None:
-        generate.complete(
+        decode.complete(
             voice.model,
             voice.trainable,
             voice.base,

@@ -41,19 +41,19 @@ def measure(config: str, folder: str, rounds: int, steps: int) -> dict[str, list
     """Seconds of the steps of each way."""
     import numpy as np
 
-    from purelora import assembly, checkpoint, cli, retention
+    from purelora.checkpoint import retention, store
+    from purelora.config import command_line
+    from purelora.training import setup
 
-    settings = cli.parse([f"--config={config}", f"--config.workdir={folder}/run"], flags=()).config
-    model, plan = assembly.open_and_plan(settings, lambda text: None)
-    run, state = assembly.build(model, plan, lambda text: None)
+    settings = command_line.parse(
+        [f"--config={config}", f"--config.workdir={folder}/run"], flags=()
+    ).config
+    model, plan = setup.open_and_plan(settings, lambda text: None)
+    run, state = setup.build(model, plan, lambda text: None)
     policy = retention.Policy(last=2, every=None, best=False)
     saving = {
-        "in background": checkpoint.Checkpoints(
-            pathlib.Path(folder, "a"), policy, in_background=True
-        ),
-        "waited for": checkpoint.Checkpoints(
-            pathlib.Path(folder, "b"), policy, in_background=False
-        ),
+        "in background": store.Checkpoints(pathlib.Path(folder, "a"), policy, in_background=True),
+        "waited for": store.Checkpoints(pathlib.Path(folder, "b"), policy, in_background=False),
     }
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     number = 0

@@ -80,9 +80,12 @@ def model():
     """The plan of the run, and its base and adapters from random numbers."""
     import jax
 
-    from purelora import cli, info, quant, specs, start
-    from purelora import plan as plans
-    from purelora import tree as trees
+    from purelora.config import command_line
+    from purelora.core import param_info, trees
+    from purelora.ops import quant
+    from purelora.sharding import specs
+    from purelora.training import init as start
+    from purelora.training import plan as plans
 
     here = pathlib.Path(__file__).parent.parent
     changes = {
@@ -98,7 +101,9 @@ def model():
         "optim.clip_norm": None,
     }
     keys = [f"--config.{key}={value}" for key, value in changes.items()]
-    settings = cli.parse([f"--config={here / 'configs' / 'tiny.py'}", *keys], flags=()).config
+    settings = command_line.parse(
+        [f"--config={here / 'configs' / 'tiny.py'}", *keys], flags=()
+    ).config
     sizes = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": EMBED,
@@ -115,10 +120,10 @@ def model():
     plan = plans.make(settings, sizes, "config.json", jax.devices())
 
     def quantised(weight, leaf):
-        return weight if isinstance(leaf, info.ParamInfo) else quant.quantise(weight, leaf)
+        return weight if isinstance(leaf, param_info.ParamInfo) else quant.quantise(weight, leaf)
 
     def made(key):
-        weights = info.initial_tree(plan.model.infos, key=key)
+        weights = param_info.initial_tree(plan.model.infos, key=key)
         return trees.map_leaves(quantised, weights, plan.base_infos)
 
     placed = specs.shardings(plan.base_specs, plan.mesh)
@@ -140,14 +145,16 @@ def ours(plan, base, trainable):
     import jax.numpy as jnp
     import numpy as np
 
-    from purelora import assembly, optim, specs, step
+    from purelora.core.batch import Batch
+    from purelora.sharding import specs
+    from purelora.training import optimisers, setup
 
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    layout = assembly.layout_of(plan, tx)
-    state = assembly.fresh_state(plan, layout, tx, jax.tree.map(jnp.copy, trainable))
-    train_step = assembly.train_step(plan, layout, tx, schedule_steps=100)
+    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
+    layout = setup.layout_of(plan, tx)
+    state = setup.fresh_state(plan, layout, tx, jax.tree.map(jnp.copy, trainable))
+    train_step = setup.train_step(plan, layout, tx, schedule_steps=100)
     tokens = random_tokens()[None]
-    batch = step.Batch(
+    batch = Batch(
         tokens=tokens[..., :-1],
         targets=tokens[..., 1:],
         weights=np.ones((1, ROWS, LENGTH), np.float32),

@@ -81,9 +81,9 @@ def measure(case: str, steps: int) -> dict[str, float]:
 
 def settings(dtype: str, qtype: str, scan: str, remat: str):
     """The configuration of a case: configs/qlora.py with the case's keys."""
-    from purelora import cli
+    from purelora.config import command_line
 
-    return cli.parse(
+    return command_line.parse(
         [
             f"--config={os.path.join(os.path.dirname(__file__), '..', 'configs', 'qlora.py')}",
             f"--config.dtype={dtype}",
@@ -103,15 +103,15 @@ def ours(dtype: str, qtype: str, scan: str, remat: str):
     """purelora's own step with its arguments: the model's weights, full rows of random tokens."""
     import jax
 
-    from purelora import assembly, optim
+    from purelora.training import optimisers, setup
 
-    model, plan = assembly.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
-    loaded = assembly.load_weights(model, plan, lambda text: None)
-    split = assembly.through_boundary(plan, loaded.tree)
-    tx = optim.transformation(plan.config.optim, plan.trainable_infos)
-    layout = assembly.layout_of(plan, tx)
-    state = assembly.fresh_state(plan, layout, tx, split.trainable)
-    step = assembly.train_step(plan, layout, tx, schedule_steps=100)
+    model, plan = setup.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
+    loaded = setup.load_weights(model, plan, lambda text: None)
+    split = setup.through_boundary(plan, loaded.tree)
+    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
+    layout = setup.layout_of(plan, tx)
+    state = setup.fresh_state(plan, layout, tx, split.trainable)
+    step = setup.train_step(plan, layout, tx, schedule_steps=100)
     return step, state, split.base, jax.device_put(full_batch())
 
 
@@ -119,11 +119,11 @@ def full_batch():
     """One micro-batch without padding, every token a target."""
     import numpy as np
 
-    from purelora import step
+    from purelora.core.batch import Batch
 
     tokens = np.random.default_rng(0).integers(0, 49152, (1, ROWS, LENGTH)).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
-    return step.Batch(
+    return Batch(
         tokens=tokens,
         targets=np.roll(tokens, -1, axis=-1),
         weights=np.ones(tokens.shape, np.float32),
@@ -137,12 +137,13 @@ def naive(dtype: str):
     import jax
     import optax
 
-    from purelora import assembly, info
+    from purelora.core import param_info
+    from purelora.training import setup
 
     quiet = settings(dtype, "none", "scan", "none")
-    model, plan = assembly.open_and_plan(quiet, lambda text: None)
-    base = assembly.load_weights(model, plan, lambda text: None).tree
-    adapters = info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
+    model, plan = setup.open_and_plan(quiet, lambda text: None)
+    base = setup.load_weights(model, plan, lambda text: None).tree
+    adapters = param_info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
     tx, loss = optax.adamw(1e-3), naive_loss(plan.model.config, dtype)
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -172,8 +172,9 @@ def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder
     """A run of purelora, and its first `count` batches."""
     import numpy as np
 
-    from purelora import assembly, cli
-    from purelora import tree as trees
+    from purelora.config import command_line
+    from purelora.core import trees
+    from purelora.training import setup
 
     keys = {
         "workdir": folder,
@@ -199,9 +200,9 @@ def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder
         "optim.schedule": "constant",
     }
     overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    settings = cli.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
-    model, plan = assembly.open_and_plan(settings, lambda text: None)
-    run, state = assembly.build(model, plan, lambda text: None)
+    settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
+    model, plan = setup.open_and_plan(settings, lambda text: None)
+    run, state = setup.build(model, plan, lambda text: None)
     batches = [run.batch(run.data.train, number) for number in range(count)]
     feed = iter(batches)
     experts = plan.model.config.experts

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from purelora.data import chat, examples, records
-from purelora.io import tokenizer
+from purelora.weights import tokenizer
 
 NOW = datetime.datetime(2025, 3, 9)
 

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import safetensors.numpy
 
-from purelora.io import builtin
+from purelora.interop import builtin
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from purelora.io import peft, peft_config
+from purelora.interop.peft import adapter_config
+from purelora.interop.peft import files as peft_files
 
 WIDTH, INNER, VOCAB, LAYERS = 16, 24, 32, 2
 # Rows and columns of each linear module.
@@ -50,9 +51,9 @@ def linear(*parts: str, r: int = 4, layers: tuple[int, ...] = (0, 1)) -> Modules
     }
 
 
-def config(**changes: Any) -> peft_config.AdapterConfig:
+def config(**changes: Any) -> adapter_config.AdapterConfig:
     given = {"r": 4, "lora_alpha": 8, "target_modules": ("q_proj",)} | changes
-    return peft_config.AdapterConfig(**given)
+    return adapter_config.AdapterConfig(**given)
 
 
 def with_kind(modules: Modules, kind: str, *shape: int) -> Modules:
@@ -84,7 +85,7 @@ OTHER_BIASES = K_BIASES | {
 TOKENS: Modules = {"model.embed_tokens": {"trainable_tokens": draw(2, WIDTH)}}
 
 # One adapter for each feature: its config and its tensors.
-CASES: Mapping[str, tuple[peft_config.AdapterConfig, Modules]] = {
+CASES: Mapping[str, tuple[adapter_config.AdapterConfig, Modules]] = {
     "lora": (
         config(target_modules=("down_proj", "q_proj"), lora_alpha=7.5, lora_dropout=0.1),
         linear("self_attn.q_proj", "mlp.down_proj"),
@@ -150,11 +151,13 @@ CASES: Mapping[str, tuple[peft_config.AdapterConfig, Modules]] = {
 }
 
 
-def case(name: str, dtype: Any = np.float32, fingerprint: str | None = "f" * 64) -> peft.Adapter:
+def case(
+    name: str, dtype: Any = np.float32, fingerprint: str | None = "f" * 64
+) -> peft_files.Adapter:
     """One of `CASES` as an adapter of another element type."""
     settings, modules = CASES[name]
     cast = {m: {k: a.astype(dtype) for k, a in kinds.items()} for m, kinds in modules.items()}
-    return peft.Adapter("memory", settings, cast, fingerprint)
+    return peft_files.Adapter("memory", settings, cast, fingerprint)
 
 
 def keys_of(modules: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -172,8 +175,8 @@ def write_raw(
 ) -> str:
     """A folder with any config and any tensors; returns its path."""
     folder.mkdir(exist_ok=True)
-    (folder / peft.CONFIG).write_text(json.dumps(data), encoding="utf-8")
-    safetensors.numpy.save_file(dict(tensors), folder / peft.WEIGHTS, metadata)
+    (folder / peft_files.CONFIG).write_text(json.dumps(data), encoding="utf-8")
+    safetensors.numpy.save_file(dict(tensors), folder / peft_files.WEIGHTS, metadata)
     return str(folder)
 
 
@@ -188,14 +191,14 @@ def write_minimal(
     return write_raw(folder, MINIMAL | changes, tensors)
 
 
-def assert_same(found: peft.Adapter, wanted: peft.Adapter) -> None:
+def assert_same(found: peft_files.Adapter, wanted: peft_files.Adapter) -> None:
     """Asserts equality of all but path and notes, tensors bit by bit."""
     assert found.config == wanted.config
     assert found.base_fingerprint == wanted.base_fingerprint
     assert_same_modules(found.modules, wanted.modules)
 
 
-def assert_same_modules(found: peft.Modules, wanted: peft.Modules) -> None:
+def assert_same_modules(found: peft_files.Modules, wanted: peft_files.Modules) -> None:
     assert {m: set(kinds) for m, kinds in found.items()} == {m: set(k) for m, k in wanted.items()}
     for module, kinds in wanted.items():
         for kind, array in kinds.items():
@@ -204,6 +207,6 @@ def assert_same_modules(found: peft.Modules, wanted: peft.Modules) -> None:
             assert found[module][kind].tobytes() == array.tobytes(), (module, kind)
 
 
-def replaced(adapter: peft.Adapter, **changes: Any) -> peft.Adapter:
+def replaced(adapter: peft_files.Adapter, **changes: Any) -> peft_files.Adapter:
     """The adapter with another config."""
     return dataclasses.replace(adapter, config=dataclasses.replace(adapter.config, **changes))

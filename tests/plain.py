@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import qwix
 
-from purelora import tree as trees
+from purelora.core import trees
 
 Flat = dict[str, jax.Array]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import artefact, errors, lora
-from purelora import tree as trees
-from purelora.io import peft as peft_io
-from purelora.io import peft_config
+from purelora.core import errors, trees
+from purelora.interop.peft import adapter_config, convert
+from purelora.interop.peft import files as peft_files
+from purelora.lora import adapters
 from purelora.models import causal_lm
 
 FINGERPRINT = "f" * 64
@@ -71,7 +71,7 @@ def trained(m: causal_lm.CausalLM, base: trees.Tree) -> dict[str, np.ndarray]:
             found[path] = np.abs(noise) + 1
     for path, target in m.adaptation.targets.items():  # The padding of ranks is zero.
         if len(set(target.ranks)) > 1:
-            mask = lora.rank_mask(target)
+            mask = adapters.rank_mask(target)
             found[f"{path}.lora_a"] *= mask[:, None, :]
             found[f"{path}.lora_b"] *= mask[:, :, None]
     return found
@@ -84,8 +84,8 @@ def made(name: str, tied: bool):
     m = plain.adapted(settings)
     base = tiny.weights(plain)
     leaves = trained(m, base)
-    known = artefact.record(m, settings, "tiny")
-    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
+    known = convert.record(m, settings, "tiny")
+    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
     return m, base, leaves, adapter
 
 
@@ -99,9 +99,9 @@ def logits(m: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np
 @pytest.mark.parametrize(("name", "tied"), CASES)
 def test_round_trip_through_a_peft_folder_is_bit_equal(tmp_path: pathlib.Path, name, tied):
     m, _, leaves, adapter = made(name, tied)
-    peft_io.write(str(tmp_path / "adapter"), adapter)
-    read = artefact.open_adapter(str(tmp_path / "adapter"))
-    back = artefact.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
+    peft_files.write(str(tmp_path / "adapter"), adapter)
+    read = convert.open_adapter(str(tmp_path / "adapter"))
+    back = convert.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
     assert back.model.adaptation == m.adaptation
     found = trees.flatten(back.trainable)
     assert found.keys() == leaves.keys()
@@ -115,7 +115,7 @@ def test_round_trip_through_a_peft_folder_is_bit_equal(tmp_path: pathlib.Path, n
 @pytest.mark.parametrize(("name", "tied"), CASES)
 def test_peft_loads_ours_and_gives_the_same_logits(tmp_path: pathlib.Path, name, tied):
     m, base, leaves, adapter = made(name, tied)
-    peft_io.write(str(tmp_path / "adapter"), adapter)
+    peft_files.write(str(tmp_path / "adapter"), adapter)
     model = peft_model(base, tied)
     peft = pytest.importorskip("peft")
     loaded = peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
@@ -146,8 +146,8 @@ def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.2 * noise.to(parameter))
     made_by_peft.save_pretrained(str(tmp_path / "adapter"))
-    adapter = artefact.open_adapter(str(tmp_path / "adapter"))
-    found = artefact.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
+    adapter = convert.open_adapter(str(tmp_path / "adapter"))
+    found = convert.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
     got = logits(found.model, found.trainable, base)
     np.testing.assert_allclose(got, torch_logits(made_by_peft), rtol=0, atol=1e-4)
 
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_peft(tmp_path: pathlib.Path, name, tied):
     """Of every trained tensor, after a loss over all logits."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     m, base, leaves, adapter = made(name, tied)
-    peft_io.write(str(tmp_path / "adapter"), adapter)
+    peft_files.write(str(tmp_path / "adapter"), adapter)
     loaded = peft.PeftModel.from_pretrained(
         peft_model(base, tied), str(tmp_path / "adapter"), is_trainable=True
     )
@@ -178,9 +178,9 @@ def test_gradients_are_those_of_peft(tmp_path: pathlib.Path, name, tied):
         return jnp.sum(logits * target)
 
     grads = trees.flatten(jax.jit(jax.grad(total))(trees.unflatten(leaves)))
-    known = artefact.record(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
+    known = convert.record(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
     host = {path: np.array(grad) for path, grad in grads.items()}
-    ours = artefact.unrolled(host, known, path="", base_fingerprint=None).modules
+    ours = convert.unrolled(host, known, path="", base_fingerprint=None).modules
     scale = max(np.abs(grad).max() for grad in theirs.values())
     for key, grad in theirs.items():
         module, kind = _place(key)
@@ -228,8 +228,8 @@ def torch_logits(model) -> np.ndarray:
 
 
 def folder_of(tmp_path: pathlib.Path, config: dict[str, Any], modules: dict[str, Any]) -> str:
-    settings = peft_config.AdapterConfig(r=4, lora_alpha=8.0, **config)
-    peft_io.write(str(tmp_path / "a"), peft_io.Adapter("a", settings, modules, None))
+    settings = adapter_config.AdapterConfig(r=4, lora_alpha=8.0, **config)
+    peft_files.write(str(tmp_path / "a"), peft_files.Adapter("a", settings, modules, None))
     return str(tmp_path / "a")
 
 
@@ -295,9 +295,9 @@ EMBEDDING_PAIR = {
     ],
 )  # fmt: skip
 def test_what_this_model_cannot_compute_is_refused(tmp_path, config, modules, message):
-    adapter = artefact.open_adapter(folder_of(tmp_path, config, modules))
+    adapter = convert.open_adapter(folder_of(tmp_path, config, modules))
     with pytest.raises(errors.ModelError, match=message):
-        artefact.attach(adapter, tiny.model(), base_fingerprint=None)
+        convert.attach(adapter, tiny.model(), base_fingerprint=None)
 
 
 @pytest.mark.parametrize("name", ["plain", "norms", "rank_pattern", "dora in some layers"])
@@ -311,11 +311,11 @@ def test_a_model_of_one_layer_is_a_stack_of_one(tmp_path, name):
     settings = tiny.lora_config(**{"target_modules": ("q_proj", "v_proj", "k_proj")} | changes)
     m = plain.adapted(settings)
     leaves = trained(m, tiny.weights(plain))
-    known = artefact.record(m, settings, "tiny")
-    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
+    known = convert.record(m, settings, "tiny")
+    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
     assert all(array.ndim <= 2 for kinds in adapter.modules.values() for array in kinds.values())
-    peft_io.write(str(tmp_path / "a"), adapter)
-    read = artefact.open_adapter(str(tmp_path / "a"))
-    back = artefact.attach(read, plain, base_fingerprint=None)
+    peft_files.write(str(tmp_path / "a"), adapter)
+    read = convert.open_adapter(str(tmp_path / "a"))
+    back = convert.attach(read, plain, base_fingerprint=None)
     for path, array in leaves.items():
         np.testing.assert_array_equal(trees.flatten(back.trainable)[path], array, err_msg=path)

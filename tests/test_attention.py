@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora.models import attention
+from purelora.ops import attention
 
 LENGTH = 13
 SEGMENTS = jnp.array([[1] * 6 + [2] * 5 + [0] * 2, [1] * 13])

@@ -19,7 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs import tiny as tiny_config
-from purelora import checkpoint, checkpoint_fit, config, errors, manifest, retention, state
+from purelora.checkpoint import compatibility, manifest, retention, store
+from purelora.config import schema as config
+from purelora.core import errors, train_state
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 META = {"config": {"lora.r": 8, "quant.skip": ("lm_head", "embed"), "steps": None}, "position": 3}
@@ -44,9 +46,9 @@ def _trainable(*, r: int = 8, layers: int = 2) -> dict[str, Any]:
     }
 
 
-def _trained(trainable: dict[str, Any], *, impl: str = "threefry2x32") -> state.TrainState:
+def _trained(trainable: dict[str, Any], *, impl: str = "threefry2x32") -> train_state.TrainState:
     """A state with moments and counts that are not zero."""
-    fresh = state.create(trainable, TX, key=jax.random.key(7, impl=impl))
+    fresh = train_state.create(trainable, TX, key=jax.random.key(7, impl=impl))
     opt_state = jax.tree.map(
         lambda leaf: leaf + 3 if leaf.dtype == jnp.int32 else jnp.cos(leaf) / 3, fresh.opt_state
     )
@@ -82,7 +84,7 @@ def _bits(tree: Any) -> Any:
 
 
 @pytest.fixture
-def trained() -> state.TrainState:
+def trained() -> train_state.TrainState:
     return _trained(_trainable())
 
 
@@ -93,13 +95,13 @@ def _opened(
     every: int | None = None,
     best: bool = False,
     in_background: bool = False,
-) -> checkpoint.Checkpoints:
+) -> store.Checkpoints:
     policy = retention.Policy(last=last, every=every, best=best)
-    return checkpoint.Checkpoints(folder, policy, in_background=in_background)
+    return store.Checkpoints(folder, policy, in_background=in_background)
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Iterator[checkpoint.Checkpoints]:
+def checkpoints(tmp_path: Path) -> Iterator[store.Checkpoints]:
     opened = _opened(tmp_path / "checkpoints", last=3)
     yield opened
     opened.close()
@@ -114,8 +116,8 @@ def _refused(action: Callable[[], Any]) -> errors.CheckpointError:
 @pytest.mark.parametrize("to_devices", [8, 4, 1])
 @pytest.mark.parametrize("from_devices", [8, 1])
 def test_restores_bit_for_bit_on_any_mesh(
-    checkpoints: checkpoint.Checkpoints,
-    trained: state.TrainState,
+    checkpoints: store.Checkpoints,
+    trained: train_state.TrainState,
     from_devices: int,
     to_devices: int,
 ) -> None:
@@ -131,9 +133,7 @@ def test_restores_bit_for_bit_on_any_mesh(
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_key_keeps_its_implementation_and_draws(
-    checkpoints: checkpoint.Checkpoints, impl: str
-) -> None:
+def test_key_keeps_its_implementation_and_draws(checkpoints: store.Checkpoints, impl: str) -> None:
     trained = _trained(_trainable(), impl=impl)
     checkpoints.save(1, trained, META)
     restored = checkpoints.restore(1, _like(trained, _mesh(8)))
@@ -142,7 +142,7 @@ def test_key_keeps_its_implementation_and_draws(
     chex.assert_trees_all_equal(jax.random.bits(jax.random.fold_in(restored.key, 3), (4,)), draw)
 
 
-def test_reopened_folder_restores(tmp_path: Path, trained: state.TrainState) -> None:
+def test_reopened_folder_restores(tmp_path: Path, trained: train_state.TrainState) -> None:
     for step in (1, 2):
         opened = _opened(tmp_path, last=3)
         opened.save(step, trained._replace(step=jnp.int32(step)), META)
@@ -152,7 +152,7 @@ def test_reopened_folder_restores(tmp_path: Path, trained: state.TrainState) -> 
     assert [int(reader.restore(step, _like(trained, _mesh(1))).step) for step in (1, 2)] == [1, 2]
 
 
-def _with(tree: state.TrainState, path: Sequence[str], leaf: Any) -> state.TrainState:
+def _with(tree: train_state.TrainState, path: Sequence[str], leaf: Any) -> train_state.TrainState:
     """`tree` with one trainable leaf replaced, added, or taken out if `leaf` is None."""
     trainable = jax.tree.map(lambda same: same, tree.trainable)
     node = trainable
@@ -217,8 +217,8 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_every_mismatch_is_named_before_anything_is_read(
-    checkpoints: checkpoint.Checkpoints,
-    trained: state.TrainState,
+    checkpoints: store.Checkpoints,
+    trained: train_state.TrainState,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     case: str,
@@ -236,7 +236,7 @@ def test_every_mismatch_is_named_before_anything_is_read(
 
 
 def test_steps_ascend_and_the_newest_are_kept(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+    checkpoints: store.Checkpoints, trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     assert checkpoints.steps() == [] and not (tmp_path / "checkpoints").exists()
     for step in (2, 9, 10, 100):
@@ -245,7 +245,7 @@ def test_steps_ascend_and_the_newest_are_kept(
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "100", "9"]
 
 
-def test_the_step_just_saved_is_kept(tmp_path: Path, trained: state.TrainState) -> None:
+def test_the_step_just_saved_is_kept(tmp_path: Path, trained: train_state.TrainState) -> None:
     checkpoints = _opened(tmp_path, last=1)
     checkpoints.save(8, trained, META)
     checkpoints.save(6, trained, META)
@@ -253,7 +253,7 @@ def test_the_step_just_saved_is_kept(tmp_path: Path, trained: state.TrainState) 
 
 
 def test_incomplete_steps_do_not_count_and_can_be_saved_again(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+    checkpoints: store.Checkpoints, trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     checkpoints.save(5, trained, META)
     folder = tmp_path / "checkpoints"
@@ -298,7 +298,7 @@ def _unfinish(path: Path, meta: str | None) -> None:
 @pytest.mark.parametrize(
     ("meta", "is_foreign"),
     [
-        (f'{{"format": {checkpoint.FORMAT}, "config": {{}}}}', False),
+        (f'{{"format": {store.FORMAT}, "config": {{}}}}', False),
         ("", False),  # What a failure of the machine can leave.
         ("\0" * 40, False),
         ('{"config": {}}', True),
@@ -309,8 +309,8 @@ def _unfinish(path: Path, meta: str | None) -> None:
     ids=["ours", "empty", "zeros", "no format", "another format", "no table", "no meta"],
 )
 def test_what_another_version_left_is_told_from_a_killed_save(
-    checkpoints: checkpoint.Checkpoints,
-    trained: state.TrainState,
+    checkpoints: store.Checkpoints,
+    trained: train_state.TrainState,
     tmp_path: Path,
     meta: str | None,
     is_foreign: bool,
@@ -333,11 +333,11 @@ def test_what_another_version_left_is_told_from_a_killed_save(
 
 
 def test_find_names_what_another_version_left(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+    checkpoints: store.Checkpoints, trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     checkpoints.save(5, trained, META)
     _unfinish(tmp_path / "checkpoints" / "5", "{}")
-    error = _refused(lambda: checkpoint.find(tmp_path))
+    error = _refused(lambda: store.find(tmp_path))
     assert f"{tmp_path / 'checkpoints' / '5'}: is no checkpoint that this version" in str(error)
 
 
@@ -345,8 +345,8 @@ def test_find_names_what_another_version_left(
     ("found", "message"), [(None, "has no format number, this"), (9, "is of format 9, this")]
 )
 def test_a_step_of_another_format_is_not_read(
-    checkpoints: checkpoint.Checkpoints,
-    trained: state.TrainState,
+    checkpoints: store.Checkpoints,
+    trained: train_state.TrainState,
     tmp_path: Path,
     found: int | None,
     message: str,
@@ -355,22 +355,22 @@ def test_a_step_of_another_format_is_not_read(
     path = tmp_path / "checkpoints" / "5"
     file = path / "meta" / "metadata"
     meta = json.loads(file.read_text())
-    assert meta.pop("format") == checkpoint.FORMAT
+    assert meta.pop("format") == store.FORMAT
     file.write_text(json.dumps(meta if found is None else {**meta, "format": found}))
     (path / manifest.NAME).unlink()
     manifest.write(path)
     for read in (
         lambda: checkpoints.meta(5),
         lambda: checkpoints.check_fits(5, _like(trained, _mesh(1)), META, ()),
-        lambda: checkpoint.find(path),
+        lambda: store.find(path),
     ):
         error = _refused(read)
         assert f"{path}: was written by another version of purelora: it {message}" in str(error)
-        assert f"reads {checkpoint.FORMAT}" in str(error)
+        assert f"reads {store.FORMAT}" in str(error)
 
 
 def test_a_name_with_zeros_before_it_is_no_step(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+    checkpoints: store.Checkpoints, trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints" / "007").mkdir(parents=True)
     checkpoints.save(5, trained, META)
@@ -379,19 +379,19 @@ def test_a_name_with_zeros_before_it_is_no_step(
 
 
 def test_a_folder_that_is_only_read_costs_no_thread_and_one_filter(
-    trained: state.TrainState, tmp_path: Path
+    trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     _opened(tmp_path, last=3).save(5, trained, META)
     before = list(logging.getLogger("absl").filters)
     for _ in range(3):
-        found, step = checkpoint.find(tmp_path)
+        found, step = store.find(tmp_path)
         assert found.meta(step)["position"] == 3 and found._thread is None
         found.close()
     assert logging.getLogger("absl").filters == before
 
 
 def test_a_complete_step_is_never_replaced(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+    checkpoints: store.Checkpoints, trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     checkpoints.save(5, trained, META)
     other = trained._replace(updates=jnp.int32(99))
@@ -401,7 +401,9 @@ def test_a_complete_step_is_never_replaced(
     assert checkpoints.meta(5)["position"] == 3
 
 
-def test_what_cannot_be_written_is_explained(tmp_path: Path, trained: state.TrainState) -> None:
+def test_what_cannot_be_written_is_explained(
+    tmp_path: Path, trained: train_state.TrainState
+) -> None:
     (tmp_path / "file").write_text("in the way")
     checkpoints = _opened(tmp_path / "file", last=1)
     error = _refused(lambda: checkpoints.save(5, trained, META))
@@ -409,7 +411,7 @@ def test_what_cannot_be_written_is_explained(tmp_path: Path, trained: state.Trai
 
 
 def test_faults_of_the_program_are_not_called_damage(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+    checkpoints: store.Checkpoints, trained: train_state.TrainState
 ) -> None:
     with pytest.raises(TypeError):
         checkpoints.save(5, trained, {"position": object()})
@@ -417,7 +419,7 @@ def test_faults_of_the_program_are_not_called_damage(
 
 
 def test_meta_comes_back_as_json(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+    checkpoints: store.Checkpoints, trained: train_state.TrainState
 ) -> None:
     checkpoints.save(5, trained, META)
     config = {"lora.r": 8, "quant.skip": ["lm_head", "embed"], "steps": None}
@@ -425,8 +427,8 @@ def test_meta_comes_back_as_json(
 
 
 def test_orbax_is_quiet_and_others_are_not(
-    checkpoints: checkpoint.Checkpoints,
-    trained: state.TrainState,
+    checkpoints: store.Checkpoints,
+    trained: train_state.TrainState,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     root_level = logging.root.level
@@ -464,7 +466,7 @@ RESUMABLE = ("workdir", "steps")
 
 
 def _problems(saved: dict[str, Any], now: dict[str, Any]) -> list[errors.Problem]:
-    return checkpoint_fit.setting_problems(saved, now, RESUMABLE)
+    return compatibility.setting_problems(saved, now, RESUMABLE)
 
 
 def test_resumable_settings_may_differ() -> None:
@@ -491,7 +493,7 @@ def test_each_fingerprint_must_agree(name: str) -> None:
 
 
 def test_settings_fingerprints_and_leaves_are_in_one_error(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState, tmp_path: Path
+    checkpoints: store.Checkpoints, trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     checkpoints.save(5, trained, _run())
     fits = _like(trained, _mesh(8))
@@ -521,7 +523,7 @@ def _base() -> dict[str, Any]:
 
 
 def test_extras_come_back_bit_for_bit(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+    checkpoints: store.Checkpoints, trained: train_state.TrainState
 ) -> None:
     base, initial = _base(), {"q_proj": {"lora_a": jnp.ones((2, 3))}}
     checkpoints.save(5, trained, META, {"base": base, "initial": initial})
@@ -532,7 +534,7 @@ def test_extras_come_back_bit_for_bit(
 
 
 def test_extras_are_as_strict_as_the_state(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+    checkpoints: store.Checkpoints, trained: train_state.TrainState
 ) -> None:
     base = _base()
     checkpoints.save(5, trained, META, {"base": base})
@@ -549,7 +551,7 @@ def test_extras_are_as_strict_as_the_state(
 
 
 def test_leaves_are_read_without_knowing_them(
-    checkpoints: checkpoint.Checkpoints, trained: state.TrainState
+    checkpoints: store.Checkpoints, trained: train_state.TrainState
 ) -> None:
     base = _base()
     checkpoints.save(5, trained, META, {"base": base})
@@ -567,7 +569,7 @@ def test_leaves_are_read_without_knowing_them(
 
 
 def test_a_checkpoint_without_base_is_the_adapters_and_two_moments(
-    checkpoints: checkpoint.Checkpoints, tmp_path: Path
+    checkpoints: store.Checkpoints, tmp_path: Path
 ) -> None:
     noise = jax.random.normal(jax.random.key(0), (64, 128, 256))
     checkpoints.save(5, _trained({"w": noise}), META)
@@ -576,21 +578,21 @@ def test_a_checkpoint_without_base_is_the_adapters_and_two_moments(
 
 
 def test_find_takes_a_run_its_checkpoints_or_a_step(
-    trained: state.TrainState, tmp_path: Path
+    trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     folder = tmp_path / "7" / "checkpoints"  # A run's folder may be a number too.
     writer = _opened(folder, last=3)
     for step in (2, 10):
         writer.save(step, trained, META)
     for path, step in ((folder.parent, 10), (folder, 10), (folder / "2", 2)):
-        found, number = checkpoint.find(path)
+        found, number = store.find(path)
         assert number == step and found.meta(step)["position"] == 3
     (folder / "10" / "meta" / "metadata").write_text("{}")
-    error = _refused(lambda: checkpoint.find(folder.parent))
+    error = _refused(lambda: store.find(folder.parent))
     assert f"{folder / '10'}: is damaged" in str(error) and "name the folder" in str(error)
-    assert checkpoint.find(folder / "2")[1] == 2
+    assert store.find(folder / "2")[1] == 2
     for path in (tmp_path, tmp_path / "none", folder / "3"):
-        assert str(path) in str(_refused(lambda path=path: checkpoint.find(path)))
+        assert str(path) in str(_refused(lambda path=path: store.find(path)))
 
 
 LOSSES = {1: None, 5: 3.0, 10: 1.0, 15: float("nan"), 20: 2.0}
@@ -612,7 +614,7 @@ def test_what_is_kept(policy: retention.Policy, keeps: set[int]) -> None:
 
 
 def test_the_best_and_every_so_many_steps_stay_on_disk(
-    trained: state.TrainState, tmp_path: Path
+    trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     checkpoints = _opened(tmp_path, last=1, every=4, best=True, in_background=True)
     losses = {1: None, 2: 1.5, 3: 0.5, 4: 0.9, 5: 0.7, 6: 0.6}
@@ -623,20 +625,20 @@ def test_the_best_and_every_so_many_steps_stay_on_disk(
 
 
 def test_a_background_save_holds_the_state_that_it_was_given(
-    trained: state.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: train_state.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state is donated to a step, which overwrites it, while the save has not begun."""
     checkpoints = _opened(tmp_path, last=3, in_background=True)
     wanted, like, go = _bits(trained), _like(trained, _mesh(1)), threading.Event()
-    write = checkpoint.Checkpoints._write
+    write = store.Checkpoints._write
 
-    def late(self: checkpoint.Checkpoints, *arguments: Any) -> None:
+    def late(self: store.Checkpoints, *arguments: Any) -> None:
         assert go.wait(60)
         write(self, *arguments)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_write", late)
+    monkeypatch.setattr(store.Checkpoints, "_write", late)
 
-    def step(tree: state.TrainState) -> state.TrainState:
+    def step(tree: train_state.TrainState) -> train_state.TrainState:
         return tree._replace(
             trainable=jax.tree.map(lambda leaf: leaf * 0 - 1, tree.trainable),
             opt_state=jax.tree.map(lambda leaf: leaf * 0, tree.opt_state),
@@ -655,7 +657,7 @@ def test_a_background_save_holds_the_state_that_it_was_given(
 
 
 def test_a_background_save_that_fails_is_an_error_of_the_next_call(
-    trained: state.TrainState, tmp_path: Path
+    trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     checkpoints = _opened(tmp_path / "file", last=1, in_background=True)
@@ -667,7 +669,7 @@ def test_a_background_save_that_fails_is_an_error_of_the_next_call(
 
 
 def test_one_save_at_a_time_and_close_waits_for_it(
-    trained: state.TrainState, tmp_path: Path
+    trained: train_state.TrainState, tmp_path: Path
 ) -> None:
     checkpoints = _opened(tmp_path, last=9, in_background=True)
     for step in range(1, 6):

@@ -9,14 +9,16 @@ from typing import Literal
 
 import pytest
 
-from purelora import adapters, chat, cli, errors, export, generate, merge, verify
+from purelora.commands import adapters, chat, export, generate, merge, verify
+from purelora.config import command_line
+from purelora.core import errors
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
 
 
 def parsed(*arguments: str):
-    return cli.parse([TINY, *arguments], flags=("plan",)).config
+    return command_line.parse([TINY, *arguments], flags=("plan",)).config
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, text, message)
     path = tmp_path / "conf.py"
     path.write_text(text)
     with pytest.raises(errors.ConfigError, match=message):
-        cli.parse([f"--config={path}"], flags=())
+        command_line.parse([f"--config={path}"], flags=())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, text, message)
 )
 def test_a_variant_that_a_config_file_does_not_have(name, message):
     with pytest.raises(errors.ConfigError, match=message):
-        cli.parse([f"--config={REPO / 'configs' / name}:smal"], flags=())
+        command_line.parse([f"--config={REPO / 'configs' / name}:smal"], flags=())
 
 
 @pytest.mark.parametrize(
@@ -132,19 +134,19 @@ def test_a_variant_that_a_config_file_does_not_have(name, message):
 )
 def test_a_config_path_that_is_no_file(path, message):
     with pytest.raises(errors.ConfigError, match=message):
-        cli.parse([f"--config={path}"], flags=())
+        command_line.parse([f"--config={path}"], flags=())
 
 
 def test_a_config_file_that_is_not_text(tmp_path):
     path = tmp_path / "conf.py"
     path.write_bytes(b"\xff\xfe\x00nonsense")
     with pytest.raises(errors.ConfigError, match="conf.py"):
-        cli.parse([f"--config={path}"], flags=())
+        command_line.parse([f"--config={path}"], flags=())
 
 
 def test_without_config_the_error_says_what_to_write():
     with pytest.raises(errors.ConfigError, match=r"--config: is missing; for example --config="):
-        cli.parse([], flags=())
+        command_line.parse([], flags=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +180,7 @@ class Options:
     ],
 )  # fmt: skip
 def test_options_fill_the_dataclass(arguments, changes):
-    found = cli.options(Options, ["--model", "tiny", *arguments])
+    found = command_line.options(Options, ["--model", "tiny", *arguments])
     want = Options(**{"model": "tiny", **changes})
     assert found == want
     assert list(map(type, vars(found).values())) == list(map(type, vars(want).values()))
@@ -205,12 +207,12 @@ def test_options_fill_the_dataclass(arguments, changes):
 )
 def test_a_wrong_option_is_one_clear_error(arguments, message):
     with pytest.raises(errors.ConfigError, match=message):
-        cli.options(Options, arguments)
+        command_line.options(Options, arguments)
 
 
 def test_all_problems_of_options_are_reported_at_once():
     with pytest.raises(errors.ConfigError) as caught:
-        cli.options(Options, ["--promt=x", "--tile-size=x", "--raw=1", "--output"])
+        command_line.options(Options, ["--promt=x", "--tile-size=x", "--raw=1", "--output"])
     where = [problem.where for problem in caught.value.problems]
     assert sorted(where) == ["--model", "--output", "--promt", "--raw", "--tile-size"]
 
@@ -229,7 +231,7 @@ def test_paths_take_the_home_of_the_user(monkeypatch):
     names = ("output", "model", "run", "prompts-file", "system")
     arguments = [f"--{name}=~/x" for name in names]
     adapters = ["--adapter=~/a", "--adapter=b=~/b", "--adapter=./~/c=d", "--adapter=smollm2-135m"]
-    found = cli.options(Paths, [*arguments, *adapters])
+    found = command_line.options(Paths, [*arguments, *adapters])
     home = "/home/me"
     assert found == Paths(
         output=f"{home}/x",
@@ -240,7 +242,7 @@ def test_paths_take_the_home_of_the_user(monkeypatch):
         system="~/x",
     )
     with pytest.raises(errors.ConfigError, match="/home/me/nonsuch.py"):
-        cli.parse(["--config=~/nonsuch.py"], flags=())
+        command_line.parse(["--config=~/nonsuch.py"], flags=())
 
 
 def test_every_text_of_a_command_is_a_path_or_known_not_to_be_one():
@@ -250,7 +252,7 @@ def test_every_text_of_a_command_is_a_path_or_known_not_to_be_one():
         for name, kind in typing.get_type_hints(command.Options).items():
             is_text = "str" in str(kind) or kind is str
             found |= {name} if is_text else set()
-    assert found == texts | cli.PATHS
+    assert found == texts | command_line.PATHS
 
 
 def test_a_list_may_be_absent():
@@ -258,21 +260,21 @@ def test_a_list_may_be_absent():
     class Lists:
         skip: tuple[str, ...] | None = None
 
-    assert cli.options(Lists, []).skip is None
-    assert cli.options(Lists, ["--skip=a,b", "--skip="]).skip == ("a,b", "")
+    assert command_line.options(Lists, []).skip is None
+    assert command_line.options(Lists, ["--skip=a,b", "--skip="]).skip == ("a,b", "")
 
 
 def test_numbers_that_are_given_several_times():
-    assert cli.numbers("--weight", ["2", "-0.5", "1e-3"]) == [2.0, -0.5, 1e-3]
+    assert command_line.numbers("--weight", ["2", "-0.5", "1e-3"]) == [2.0, -0.5, 1e-3]
     with pytest.raises(errors.ConfigError) as caught:
-        cli.numbers("--weight", ["x", "1", "nan", "-inf"])
+        command_line.numbers("--weight", ["x", "1", "nan", "-inf"])
     assert [(p.where, p.value) for p in caught.value.problems] == [
         ("--weight", "x"), ("--weight", "nan"), ("--weight", "-inf")
     ]  # fmt: skip
 
 
 def test_the_default_of_what_stays_unquantised_is_that_of_training():
-    assert cli.QUANT_SKIP == parsed().quant.skip
+    assert command_line.QUANT_SKIP == parsed().quant.skip
 
 
 def test_the_command_prints_errors_without_traceback_and_exits_2(tmp_path):
@@ -299,7 +301,7 @@ def test_every_config_file_parses_and_documents_its_command():
         assert f"python -m purelora.train --config=configs/{path.name}" in text, path
         # What it costs, and what comes out: of a large model, by estimate and of a small variant.
         assert "GB" in text and ("eval loss" in text or f"{path.name}:small" in text), path
-        cli.parse([f"--config={path}"], flags=())
+        command_line.parse([f"--config={path}"], flags=())
 
 
 def test_base_config_comments_every_key():

@@ -14,8 +14,9 @@ import tiny
 from jax.sharding import PartitionSpec as P
 from tiny import Case
 
-from purelora import collectives, hlo, specs
-from purelora import tree as trees
+from purelora.analysis import hlo
+from purelora.core import trees
+from purelora.sharding import collectives, specs
 
 FSDP = Case("int8", fsdp=8, accum=2)
 FSDP_REMAT = Case("int8", fsdp=8, accum=2, remat=True)

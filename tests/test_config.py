@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from configs import base
-from purelora import config, errors
+from purelora.config import schema
+from purelora.core import errors
 
-TYPES = config.field_types()
+TYPES = schema.field_types()
 NUMBERS = [k for k, t in TYPES.items() if t in (int, float, int | None, float | None)]
 
 
@@ -31,19 +32,19 @@ def with_keys(nested: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 def problems(nested: dict[str, Any]) -> list[errors.Problem]:
     with pytest.raises(errors.ConfigError) as caught:
-        config.parse(nested)
+        schema.parse(nested)
     assert str(caught.value) == "\n".join(map(str, caught.value.problems))
     return list(caught.value.problems)
 
 
 def test_a_good_config():
-    c = config.parse(raw(lora__target_modules=["q_proj", "v_proj"], lora__lora_alpha=16))
+    c = schema.parse(raw(lora__target_modules=["q_proj", "v_proj"], lora__lora_alpha=16))
     assert (c.lora.r, c.steps, c.model.path) == (16, 10, "tiny")
     assert c.lora.target_modules == ("q_proj", "v_proj")
     assert type(c.lora.lora_alpha) is float
-    assert set(config.as_flat(c)) == set(TYPES)
-    assert config.as_flat(c)["lora.r"] == 16
-    assert config.parse(raw(batch_size=12, accum_steps=4)).micro_batch_size == 3
+    assert set(schema.as_flat(c)) == set(TYPES)
+    assert schema.as_flat(c)["lora.r"] == 16
+    assert schema.parse(raw(batch_size=12, accum_steps=4)).micro_batch_size == 3
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_every_count_refuses_zero(key):
 def test_every_key_has_a_type(key):
     found = problems(with_keys(raw(), {key: object()}))
     assert [p.where for p in found] == [key]
-    assert found[0].what == f"must be {config.describe(TYPES[key])}"
+    assert found[0].what == f"must be {schema.describe(TYPES[key])}"
 
 
 @pytest.mark.parametrize(
@@ -173,13 +174,13 @@ def test_unknown_key(key, message):
     assert message in str(found)
 
 
-@pytest.mark.parametrize("key", config.FOREIGN_KEYS)
+@pytest.mark.parametrize("key", schema.FOREIGN_KEYS)
 def test_foreign_keys_are_answered(key):
     """Each names a key that exists, or says that there is none."""
     section = key.rpartition(".")[0]
     nested = raw() if not section or section in base.get_config() else {**raw(), section: {}}
     found = [p for p in problems(with_keys(nested, {key: 1})) if p.where == key]
-    answer = config.FOREIGN_KEYS[key]
+    answer = schema.FOREIGN_KEYS[key]
     is_key = answer.split()[0] in TYPES
     assert is_key or answer.startswith("no key: ")
     assert [p.remedy for p in found] == [f"use {answer}" if is_key else answer]
@@ -208,8 +209,8 @@ def test_long_values_are_cut():
 
 
 def test_resumable_keys_exist():
-    assert set(config.RESUMABLE) <= set(TYPES)
-    assert len(set(config.RESUMABLE)) == len(config.RESUMABLE)
+    assert set(schema.RESUMABLE) <= set(TYPES)
+    assert len(set(schema.RESUMABLE)) == len(schema.RESUMABLE)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_keys_of_adapters_have_no_effect_without_them(key, value):
     nested["lora"] |= {"enabled": False, key: value}
     message = rf"lora\.{key} = .*has no effect with lora.enabled"
     with pytest.raises(errors.ConfigError, match=message):
-        config.parse(nested)
+        schema.parse(nested)
 
 
 @pytest.mark.parametrize(
@@ -271,4 +272,4 @@ def test_adapter_settings_out_of_range(key, value, message):
     nested = raw()
     nested["lora"] |= {key: value}
     with pytest.raises(errors.ConfigError, match=message):
-        config.parse(nested)
+        schema.parse(nested)

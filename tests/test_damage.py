@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from purelora import checkpoint, errors, manifest, retention, state, train
+from purelora.checkpoint import manifest, retention, store
+from purelora.commands import train
+from purelora.core import errors, train_state
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -25,12 +27,12 @@ OPTIONS = ("--config.optim.schedule=constant", "--config.data.eval_fraction=0",
 KEEP = retention.Policy(last=3, every=None, best=False)
 
 
-def _state(step: int) -> state.TrainState:
+def _state(step: int) -> train_state.TrainState:
     tree = {"w": jax.random.normal(jax.random.key(step), (16, 64))}
-    return state.TrainState(tree, tree, jnp.int32(step), jnp.int32(0), jax.random.key(7))
+    return train_state.TrainState(tree, tree, jnp.int32(step), jnp.int32(0), jax.random.key(7))
 
 
-def _like(tree: state.TrainState) -> state.TrainState:
+def _like(tree: train_state.TrainState) -> train_state.TrainState:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
@@ -40,15 +42,15 @@ def _like(tree: state.TrainState) -> state.TrainState:
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     """Whole steps 5 and 10, 10 with a base."""
-    opened = checkpoint.Checkpoints(tmp_path / "run", KEEP, in_background=False)
+    opened = store.Checkpoints(tmp_path / "run", KEEP, in_background=False)
     opened.save(5, _state(5), {"config": {}})
     opened.save(10, _state(10), {"config": {}}, {"base": {"w": jnp.arange(5).astype(jnp.uint8)}})
     opened.close()
     return tmp_path / "run"
 
 
-def _opened(folder: pathlib.Path) -> checkpoint.Checkpoints:
-    return checkpoint.Checkpoints(folder, KEEP, in_background=False)
+def _opened(folder: pathlib.Path) -> store.Checkpoints:
+    return store.Checkpoints(folder, KEEP, in_background=False)
 
 
 def _damages(file: pathlib.Path) -> Iterator[Callable[[], object]]:
@@ -104,7 +106,7 @@ def test_every_seventh_byte_of_a_manifest_counts(folder):
 @pytest.mark.parametrize("name", ["manifest.json", "meta/metadata", "state/manifest.ocdbt"])
 def test_a_damaged_step_is_replaced_by_a_save_and_kept_out_of_the_policy(folder, name):
     (folder / "10" / name).write_text("{}")
-    opened = checkpoint.Checkpoints(
+    opened = store.Checkpoints(
         folder, retention.Policy(last=2, every=None, best=False), in_background=False
     )
     assert opened.newest_whole().step == 5

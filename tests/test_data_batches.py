@@ -6,7 +6,8 @@ import pytest
 from data_samples import TEMPLATES, chat_record, encoder, make_tokenizer
 from hypothesis import strategies as st
 
-from purelora import errors, step
+from purelora.core import errors
+from purelora.core.batch import Batch
 from purelora.data import batches, examples, packing
 
 
@@ -43,14 +44,14 @@ def test_a_packed_row_by_hand():
         example([21, 22, 23, 24, 25], [0, 1, 0, 1, 1]),
     ]
     batch = make(made, max_length=10, batch_size=1).batch(0)
-    want = step.Batch(
+    want = Batch(
         tokens=[[[11, 12, 13, 21, 22, 23, 24, 25, 0, 0]]],
         targets=[[[12, 13, 0, 22, 23, 24, 25, 0, 0, 0]]],
         weights=[[[0, 1, 0, 1, 0, 1, 1, 0, 0, 0]]],
         segment_ids=[[[1, 1, 1, 2, 2, 2, 2, 2, 0, 0]]],
         positions=[[[0, 1, 2, 0, 1, 2, 3, 4, 0, 0]]],
     )
-    for name, array, values in zip(step.Batch._fields, batch, want, strict=True):
+    for name, array, values in zip(Batch._fields, batch, want, strict=True):
         np.testing.assert_array_equal(array, values, err_msg=name)
         assert array.dtype == (np.float32 if name == "weights" else np.int32), name
 
@@ -200,8 +201,6 @@ def test_own_rows_are_those_of_the_whole_batch(pack, own):
     assert some.shape == (2, 6, 16)
     for index in range(some.steps_per_epoch + 1):
         whole = some.batch(index)
-        for name, part, array in zip(
-            step.Batch._fields, some.batch(index, own), whole, strict=True
-        ):
+        for name, part, array in zip(Batch._fields, some.batch(index, own), whole, strict=True):
             np.testing.assert_array_equal(part, array[:, own], err_msg=name)
         assert some.token_count(index) == (whole.segment_ids > 0).sum()

@@ -21,9 +21,9 @@ from data_samples import (
     make_tokenizer,
 )
 
-from purelora import errors
+from purelora.core import errors
 from purelora.data import chat
-from purelora.io import builtin
+from purelora.interop import builtin
 
 USER = {"role": "user", "content": "q"}
 

@@ -14,7 +14,7 @@ from data_samples import (
     pair,
 )
 
-from purelora import errors
+from purelora.core import errors
 from purelora.data import examples, records
 
 NO_BOS_TEMPLATE = CHATML

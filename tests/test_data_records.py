@@ -6,7 +6,7 @@ import os
 import pytest
 from data_samples import write_jsonl
 
-from purelora import errors
+from purelora.core import errors
 from purelora.data import records, sets
 
 USER = {"role": "user", "content": "q"}

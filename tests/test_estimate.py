@@ -13,8 +13,11 @@ import jax
 import pytest
 import tiny
 
-from purelora import cli, config, errors, estimate, footprint, hlo
-from purelora import plan as plans
+from purelora.analysis import footprint, hlo
+from purelora.commands import estimate
+from purelora.config import command_line, schema
+from purelora.core import errors
+from purelora.training import plan as plans
 
 BASE = pathlib.Path(__file__).parent.parent / "configs" / "base.py"
 ROWS, LENGTH, RANK, LAYERS = 16, 64, 4, 4
@@ -32,7 +35,7 @@ def _quick_compiles():
         yield
 
 
-def settings(**changes: object) -> config.Config:
+def settings(**changes: object) -> schema.Config:
     """Settings of an int8 run of adapters on all linear modules, with `changes` by dotted key."""
     keys = {
         "model.path": "here",
@@ -44,10 +47,10 @@ def settings(**changes: object) -> config.Config:
         "max_length": LENGTH,
     } | {key.replace("__", "."): value for key, value in changes.items()}
     overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    return cli.parse([f"--config={BASE}", *overrides], flags=()).config
+    return command_line.parse([f"--config={BASE}", *overrides], flags=()).config
 
 
-def plan_of(c: config.Config, count: int = 1, layers: int = LAYERS) -> plans.Plan:
+def plan_of(c: schema.Config, count: int = 1, layers: int = LAYERS) -> plans.Plan:
     hf_config = tiny.hf_config(num_hidden_layers=layers)
     return plans.make(c, hf_config, "config.json", jax.devices()[:count])
 

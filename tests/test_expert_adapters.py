@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import cli, config, errors, info, lora, plan
-from purelora import tree as trees
+from purelora.config import command_line, schema
+from purelora.core import errors, param_info, trees
+from purelora.lora import adapters as lora
 from purelora.models import stacks
+from purelora.training import plan as plans
 
 EXPERTS = tuple(f"layers.mlp.experts.{name}_proj" for name in ("gate", "up", "down"))
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -86,9 +88,9 @@ def test_experts_by_name_by_parameter_and_by_layer():
     with pytest.raises(errors.ConfigError, match=r"target_parameters = 'gate_up': matches no para"):
         found(target_parameters=("gate_up",))
     with pytest.raises(errors.ConfigError, match=r"target_modules = \(\): is empty"):
-        settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+        settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
         empty = dataclasses.replace(settings.lora, target_modules=())
-        raise errors.ConfigError.of(config.check(dataclasses.replace(settings, lora=empty)))
+        raise errors.ConfigError.of(schema.check(dataclasses.replace(settings, lora=empty)))
 
 
 def test_shapes_axes_draws_and_counts():
@@ -182,15 +184,15 @@ def test_what_experts_do_not_go_with_is_one_error():
         m.adapted(tiny.lora_config(**differing))
 
 
-def described(quant: config.QuantConfig, **changes) -> str:
-    settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+def described(quant: schema.QuantConfig, **changes) -> str:
+    settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     lora_settings = dataclasses.replace(settings.lora, **changes)
     settings = dataclasses.replace(settings, quant=quant, lora=lora_settings)
-    made = plan.make(settings, tiny.hf_config("mixtral"), "config.json", jax.devices()[:1])
+    made = plans.make(settings, tiny.hf_config("mixtral"), "config.json", jax.devices()[:1])
     return f"{made.describe_targets()}\n{made.describe_base()}"
 
 
-NO_QUANT = config.QuantConfig("none", None, ())
+NO_QUANT = schema.QuantConfig("none", None, ())
 
 
 def test_the_report_says_what_is_adapted_and_what_is_frozen():
@@ -203,24 +205,24 @@ def test_the_report_says_what_is_adapted_and_what_is_frozen():
 
 
 def test_experts_are_quantised_and_the_router_is_not():
-    found = described(config.QuantConfig("int8", None, ("embed_tokens",)))
+    found = described(schema.QuantConfig("int8", None, ("embed_tokens",)))
     sizes = {path: math.prod(leaf.shape) for path, leaf in tiny.model("mixtral").flat_infos.items()}
     codes = sum(n for path, n in sizes.items() if "_proj" in path)
     assert f"int8 {codes:,}" in found
     assert found.endswith("bytes (embed_tokens, gate (router) not quantised)")
-    assert described(config.QuantConfig("int8", None, ())).endswith("(gate (router) not quantised)")
+    assert described(schema.QuantConfig("int8", None, ())).endswith("(gate (router) not quantised)")
     assert described(NO_QUANT).endswith(" bytes")
 
 
 def test_matrices_that_would_be_missed_are_an_error(monkeypatch):
     """As if experts were declared so that nothing takes them for matrices."""
-    int8 = config.QuantConfig("int8", None, ("embed_tokens",))
+    int8 = schema.QuantConfig("int8", None, ("embed_tokens",))
     asked = dataclasses.replace(int8, skip=("embed_tokens", "experts"))
     assert "experts" not in described(int8, target_modules="attention").rpartition("(")[2]
     assert "gate_proj" in described(asked, target_modules="attention")
 
     def declared(*args, **kwargs):
-        leaf = info.ParamInfo(*args, **kwargs)
+        leaf = param_info.ParamInfo(*args, **kwargs)
         is_missed = leaf.has_experts and leaf.shape[-1] == 48
         return dataclasses.replace(leaf, contracting=None) if is_missed else leaf
 

@@ -10,8 +10,10 @@ import test_storage
 import test_train
 import tiny
 
-from purelora import checkpoint, export, merge, run_model
-from purelora.io import builtin, hf, hf_write
+from purelora.checkpoint import store
+from purelora.commands import export, merge
+from purelora.interop import builtin, open_model
+from purelora.weights import hf_folder, hf_write
 
 SIZES = {"vocab_size": 259, "num_hidden_layers": 2}
 HOW = ("--config.data.eval_fraction=0", "--config.mesh.data=8", "--config.mesh.fsdp=1",
@@ -32,7 +34,7 @@ def base(tmp_path_factory) -> pathlib.Path:
 
 
 def leaves(run: pathlib.Path) -> dict[str, np.ndarray]:
-    checkpoints, step = checkpoint.find(run)
+    checkpoints, step = store.find(run)
     return checkpoints.trained(step)
 
 
@@ -59,7 +61,7 @@ def test_adapters_on_a_quantised_mixture(base, tmp_path, capsys):
     np.testing.assert_allclose(
         test_merge.logits(one[0], {}, one[1]), test_merge.logits(other[0], {}, other[1]), atol=1e-5
     )
-    names = [set(hf.open_folder(str(tmp_path / name)).shapes()) for name in ("onto", "run")]
+    names = [set(hf_folder.open_folder(str(tmp_path / name)).shapes()) for name in ("onto", "run")]
     assert any("experts.gate_up_proj" in name for name in names[0])
     assert any("block_sparse_moe.experts.4.w1" in name for name in names[1])
 
@@ -70,11 +72,11 @@ def test_all_weights_of_a_mixture(base, tmp_path):
                "--config.quant.qtype=none", "--config.steps=2")  # fmt: skip
     assert test_train.run(tmp_path / "run", *options) == 0
     assert merge.main([f"--model={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]) == 0
-    opened = run_model.open_model(str(tmp_path / "run")).source
+    opened = open_model.open_model(str(tmp_path / "run")).source
     written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == opened.shapes().keys()
     expert = leaves(tmp_path / "run")["layers.mlp.experts.down_proj.weight"][1, 3]
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     np.testing.assert_array_equal(written[name], expert.T)
-    before = hf.open_folder(str(base)).read("model.layers.1.mlp.experts.down_proj").array[3]
+    before = hf_folder.open_folder(str(base)).read("model.layers.1.mlp.experts.down_proj").array[3]
     assert (expert.T != before).any()

@@ -17,10 +17,12 @@ import test_step
 import tiny
 from tiny import Case
 
-from purelora import artefact, errors, merge
-from purelora import tree as trees
-from purelora.io import peft
-from purelora.models import causal_lm, layers, reading
+from purelora.commands import merge
+from purelora.core import errors, trees
+from purelora.core.batch import Inputs
+from purelora.interop.peft import convert
+from purelora.interop.peft import files as peft_files
+from purelora.models import causal_lm, hf_config
 
 
 def some(*names: str) -> list[Any]:
@@ -30,7 +32,7 @@ def some(*names: str) -> list[Any]:
 
 MIXED = [*some("qwen2 with windows and yarn", "gemma2"), "gemma3",
          *some("gemma4", "gemma4 with shared keys", "gpt_oss")]  # fmt: skip
-ONE, ALL = reading.SLIDING, reading.FULL
+ONE, ALL = hf_config.SLIDING, hf_config.FULL
 LENGTH = 11  # Beyond every window, and enough for the shortest to lie wholly inside.
 
 
@@ -98,7 +100,7 @@ def test_a_window_is_of_tokens_of_the_own_document(name):
     row = np.concatenate([[9, 9, 9], tokens, [0]])
     place = np.concatenate([np.arange(start), np.arange(LENGTH), [0]])
     segments = np.array([1] * start + [2] * LENGTH + [0])
-    packed = layers.Inputs(*(jnp.asarray(a, jnp.int32)[None] for a in (row, place, segments)))
+    packed = Inputs(*(jnp.asarray(a, jnp.int32)[None] for a in (row, place, segments)))
     run = jax.jit(lambda i: m.logits({}, base, i))
     got = run(packed)[0, start : start + LENGTH]
     np.testing.assert_allclose(got, run(tiny.inputs(tokens[None]))[0], rtol=0, atol=1e-5)
@@ -257,12 +259,12 @@ def test_folders_in_and_out(name, tmp_path, capsys):
     settings = tiny.lora_config(target_modules="all-linear", rank_pattern={"k_proj": 2})
     m = plain_model.adapted(settings)
     leaves = test_artefact.trained(m, {})
-    known = artefact.record(m, settings, str(tmp_path / "base"))
-    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
-    peft.write(str(tmp_path / "adapter"), adapter)
+    known = convert.record(m, settings, str(tmp_path / "base"))
+    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    peft_files.write(str(tmp_path / "adapter"), adapter)
     model, base = test_merge.loaded(str(tmp_path / "base"))
-    read = artefact.open_adapter(str(tmp_path / "adapter"))
-    found = artefact.attach(read, model, base_fingerprint=None)
+    read = convert.open_adapter(str(tmp_path / "adapter"))
+    found = convert.attach(read, model, base_fingerprint=None)
     chex.assert_trees_all_equal(trees.flatten(found.trainable), leaves)
 
     out = tmp_path / "merged"

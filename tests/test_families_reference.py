@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import artefact, generate, params, run_model, specs, step
-from purelora import tree as trees
-from purelora.io import hf, hf_write, load, safetensors_file
-from purelora.io import peft as peft_io
-from purelora.models import causal_lm, layers, moe
+from purelora.core import trees
+from purelora.core.batch import Batch, Inputs
+from purelora.formats import safetensors_file
+from purelora.interop import open_model
+from purelora.interop.peft import convert
+from purelora.interop.peft import files as peft_files
+from purelora.models import causal_lm, decode, moe
+from purelora.sharding import parallel, specs
+from purelora.weights import hf_folder, hf_write
+from purelora.weights import load as weights_load
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch")
@@ -69,11 +74,11 @@ def made(request, tmp_path_factory) -> Made:
 
 
 def loaded(folder: pathlib.Path) -> tuple[causal_lm.CausalLM, trees.Tree]:
-    source = hf.open_folder(str(folder))
+    source = hf_folder.open_folder(str(folder))
     model = causal_lm.from_hf(source.config, str(folder), dtype="float32")
     mesh = tiny.mesh()
     placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
-    return model, load.load(source, model, model.infos, placed).tree
+    return model, weights_load.load(source, model, model.infos, placed).tree
 
 
 def their_logits(theirs: Any, tokens: np.ndarray, **more: np.ndarray) -> np.ndarray:
@@ -103,7 +108,7 @@ def test_logits(made):
     # Row 0 is padded; row 1 holds two documents.
     cut = np.array([17, 9])
     segments = np.stack([place[0] < cut[0], 1 + (place[1] >= cut[1])]).astype(np.int32)
-    packed = layers.Inputs(
+    packed = Inputs(
         near.tokens_BT,
         jnp.asarray(np.stack([place[0], np.where(segments[1] == 1, place[1], place[1] - cut[1])])),
         jnp.asarray(segments),
@@ -120,7 +125,7 @@ def test_logits(made):
 def test_greedy_tokens(made):
     """With the cache, well beyond the window."""
     prompts = tiny.tokens(2, 6)
-    ours = generate.complete(
+    ours = decode.complete(
         made.model, {}, made.base, prompts.tolist(), end_ids=[], max_new_tokens=12, dtype="float32"
     )
     made.theirs.generation_config.eos_token_id = None
@@ -135,8 +140,8 @@ def test_written_as_read(made, tmp_path):
     """Through the stacks and back bit for bit, and transformers loads what was written."""
     config = json.loads((made.folder / "config.json").read_text())
     leaves = {path: np.asarray(leaf) for path, leaf in trees.flatten(made.base).items()}
-    stacks = run_model.RunSource("run", config, None, made.model, leaves)
-    first = hf.open_folder(str(made.folder))
+    stacks = open_model.RunSource("run", config, None, made.model, leaves)
+    first = hf_folder.open_folder(str(made.folder))
     assert stacks.shapes() == first.shapes()
     tensors = {}
     for name in first.shapes():
@@ -185,8 +190,8 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     """Adapters that peft has made, on all matrices: their logits, loss and gradients."""
     theirs = with_drawn_adapters(made)
     theirs.save_pretrained(str(tmp_path / "adapter"))
-    adapter = artefact.open_adapter(str(tmp_path / "adapter"))
-    attached = artefact.attach(adapter, made.model, base_fingerprint=None)
+    adapter = convert.open_adapter(str(tmp_path / "adapter"))
+    attached = convert.attach(adapter, made.model, base_fingerprint=None)
 
     tokens = tiny.tokens(2, LENGTH + 1)
     ids = torch.tensor(tokens).long()
@@ -198,7 +203,7 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
 
     inputs = tiny.inputs(tokens[:, :-1])
     weights = jnp.ones(inputs.tokens_BT.shape, jnp.float32)
-    batch = step.Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
+    batch = Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
     how = causal_lm.Execution(jnp.float32, True, False, 16)
 
     def loss(trainable):
@@ -207,7 +212,7 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
             made.base,
             batch,
             execution=how,
-            shards=params.NO_SHARDS,
+            shards=parallel.NO_SHARDS,
             dropout=None,
             pool_router=False,
         )
@@ -216,8 +221,8 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     got, grads = jax.jit(jax.value_and_grad(loss))(attached.trainable)
     np.testing.assert_allclose(got, wanted.item(), rtol=1e-5)
     host = {path: np.asarray(grad) for path, grad in trees.flatten(grads).items()}
-    known = artefact.record(attached.model, tiny.lora_config(), "tiny")
-    ours = artefact.unrolled(host, known, path="", base_fingerprint=None).modules
+    known = convert.record(attached.model, tiny.lora_config(), "tiny")
+    ours = convert.unrolled(host, known, path="", base_fingerprint=None).modules
     ours = with_parameters({name: dict(kinds) for name, kinds in ours.items()})
     found = compared(ours, theirs)
     adapted = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
@@ -234,10 +239,10 @@ def test_load_balancing_loss_of_transformers(made):
     mask = (np.arange(LENGTH)[None] < np.array([[LENGTH], [11]])).astype(np.int32)
     inputs = tiny.inputs(tokens[:, :-1])._replace(segment_ids_BT=jnp.asarray(mask))
     weights = jnp.asarray(mask, jnp.float32)
-    batch = step.Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
+    batch = Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
     how = causal_lm.Execution(jnp.float32, True, False, 16)
     forward = causal_lm.make_forward(
-        made.model, how, params.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, 0.0, is_pooled=True)
+        made.model, how, parallel.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, 0.0, is_pooled=True)
     )
     rows = {"rows_B": jnp.arange(2), "row_weight": weights.sum() / 2}
     total, found = jax.jit(lambda: forward({}, made.base, batch, key=None, **rows))()
@@ -274,9 +279,9 @@ def test_peft_loads_ours(made, tmp_path):
     m = made.model.adapted(settings)
     adapters = tiny.adapters(m)
     host = {path: np.asarray(leaf) for path, leaf in trees.flatten(adapters).items()}
-    known = artefact.record(m, settings, "tiny")
-    peft_io.write(
-        str(tmp_path / "a"), artefact.unrolled(host, known, path="", base_fingerprint=None)
+    known = convert.record(m, settings, "tiny")
+    peft_files.write(
+        str(tmp_path / "a"), convert.unrolled(host, known, path="", base_fingerprint=None)
     )
     again = type(made.theirs).from_pretrained(str(made.folder), attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(again, str(tmp_path / "a"))
@@ -303,8 +308,8 @@ def test_what_is_trained_of_a_scaled_embedding(made, settings, tmp_path):
             if parameter.requires_grad:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
     theirs.save_pretrained(str(tmp_path / "adapter"))
-    adapter = artefact.open_adapter(str(tmp_path / "adapter"))
-    attached = artefact.attach(adapter, made.model, base_fingerprint=None)
+    adapter = convert.open_adapter(str(tmp_path / "adapter"))
+    attached = convert.attach(adapter, made.model, base_fingerprint=None)
     tokens = tiny.tokens(2, LENGTH)
     tokens[:, 3], tokens[:, 7] = 5, 2
     run = jax.jit(lambda t, i: attached.model.logits(t, made.base, i))

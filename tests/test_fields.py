@@ -6,9 +6,12 @@ import families
 import pytest
 import tiny
 
-from purelora import cli, errors, estimate
-from purelora.io import builtin, hf
+from purelora.commands import estimate
+from purelora.config import command_line
+from purelora.core import errors
+from purelora.interop import builtin
 from purelora.models import causal_lm
+from purelora.weights import hf_folder
 
 # Fields that change what some decoder computes, each with a value that does; and the families that
 # have it, by the beginnings of their names here.
@@ -160,7 +163,10 @@ def test_a_key_that_stands_twice_is_named(tmp_path):
     file = tmp_path / "config.json"
     text = json.dumps(tiny.hf_config(), indent=1)
     file.write_text(text.replace('"vocab_size"', '"hidden_size": 48, "vocab_size"'))
-    for read in (hf.read_config, lambda folder: builtin.open_model(f"random:{folder}/config.json")):
+    for read in (
+        hf_folder.read_config,
+        lambda folder: builtin.open_model(f"random:{folder}/config.json"),
+    ):
         with pytest.raises(errors.ModelError, match="config.json: holds 'hidden_size' twice"):
             read(str(tmp_path))
 
@@ -190,7 +196,7 @@ def test_estimate_takes_random_weights_as_training_does(tmp_path):
 
 def test_a_file_without_variants_is_named():
     with pytest.raises(errors.ConfigError) as caught:
-        cli.parse(["--config=configs/tiny.py:small"], flags=())
+        command_line.parse(["--config=configs/tiny.py:small"], flags=())
     assert str(caught.value) == (
         "--config=configs/tiny.py:small: names a variant, but the file has none; "
         "write configs/tiny.py"
@@ -206,4 +212,6 @@ def test_words_for_modules_stand_alone(key):
 @pytest.mark.parametrize("value", ["inf", "nan", "1e40"])
 def test_router_coefficients_are_finite(value):
     with pytest.raises(errors.ConfigError, match="must be at least 0 and a float32"):
-        cli.parse(["--config=configs/tiny.py", f"--config.router_z_loss_coef={value}"], flags=())
+        command_line.parse(
+            ["--config=configs/tiny.py", f"--config.router_z_loss_coef={value}"], flags=()
+        )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import flops
+from purelora.training import flops
 
 
 @pytest.mark.parametrize(("window", "length"), [(None, 512), (64, 512), (512, 512), (4096, 512)])

@@ -14,10 +14,14 @@ import pytest
 import test_oracles
 import tiny
 
-from purelora import errors, generate, specs
-from purelora import tree as trees
-from purelora.io import builtin, gguf, hf, load, source
-from purelora.models import causal_lm
+from purelora.core import errors, trees
+from purelora.formats import source
+from purelora.interop import builtin
+from purelora.interop.gguf import read as gguf_read
+from purelora.models import causal_lm, decode
+from purelora.sharding import specs
+from purelora.weights import hf_folder
+from purelora.weights import load as weights_load
 
 EPS = 2.0**-20  # The same in the float32 of a GGUF file.
 
@@ -73,7 +77,7 @@ def loaded(found: source.Source) -> tuple[causal_lm.CausalLM, trees.Tree]:
     model = causal_lm.from_hf(found.config, found.path, dtype="float32")
     mesh = specs.make_mesh(1, 1, jax.devices()[:1])
     placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
-    return model, load.load(found, model, model.infos, placed).tree
+    return model, weights_load.load(found, model, model.infos, placed).tree
 
 
 CASES = [
@@ -91,7 +95,7 @@ CASES = [
 def test_the_file_is_read_as_the_folder(tmp_path, changes, written):
     config = hf_config(**changes)
     arrays = write(tmp_path / "a.gguf", config, **written)
-    found = gguf.open_file(str(tmp_path / "a.gguf"))
+    found = gguf_read.open_file(str(tmp_path / "a.gguf"))
     read, wanted = (
         causal_lm.from_hf(fields, "a.gguf", dtype="float32").config
         for fields in (found.config, config)
@@ -112,7 +116,10 @@ def test_logits_are_those_of_the_folder(tmp_path):
     with tiny.quick_compiles():
         ours, wanted = (
             test_oracles.logits_of(*loaded(found), ids)
-            for found in (gguf.open_file(str(tmp_path / "a.gguf")), hf.open_folder(str(tmp_path)))
+            for found in (
+                gguf_read.open_file(str(tmp_path / "a.gguf")),
+                hf_folder.open_folder(str(tmp_path)),
+            )
         )
     assert np.ptp(wanted) > 1
     np.testing.assert_array_equal(ours, wanted)
@@ -133,7 +140,7 @@ def test_transformers_computes_the_same(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), gguf_file="a.gguf", dtype="float32"
     )
-    found = gguf.open_file(str(tmp_path / "a.gguf"))
+    found = gguf_read.open_file(str(tmp_path / "a.gguf"))
     state = theirs.state_dict()
     for name in found.shapes():
         np.testing.assert_array_equal(found.read(name).array, state[name].numpy(), err_msg=name)
@@ -152,7 +159,7 @@ def test_scale_of_the_scores_by_the_size_of_the_model(tmp_path, layers, scalar):
         num_hidden_layers=layers, hidden_size=5376, num_attention_heads=32, head_dim=256
     )
     model_files.write_gguf(tmp_path / "a.gguf", metadata(config), {}, arch="gemma3")
-    assert gguf.open_file(str(tmp_path / "a.gguf")).config["query_pre_attn_scalar"] == scalar
+    assert gguf_read.open_file(str(tmp_path / "a.gguf")).config["query_pre_attn_scalar"] == scalar
 
 
 @pytest.mark.parametrize(
@@ -173,7 +180,7 @@ def test_scale_of_the_scores_by_the_size_of_the_model(tmp_path, layers, scalar):
 def test_settings_that_cannot_be_used(tmp_path, changes, message):
     write(tmp_path / "a.gguf", hf_config(), **changes)
     with pytest.raises(errors.ModelError, match=message):
-        found = gguf.open_file(str(tmp_path / "a.gguf"))
+        found = gguf_read.open_file(str(tmp_path / "a.gguf"))
         causal_lm.from_hf(found.config, found.path, dtype="float32")
 
 
@@ -225,7 +232,7 @@ def test_gemma3_greedy_ids(gemma3):
     plain = ORACLE["plain"]
     first = test_oracles.logits_of(model, base, plain["prompt_ids"])[-1]
     np.testing.assert_allclose(first[plain["top5_ids"]], plain["top5_logits"], atol=1e-2)
-    found = generate.complete(
+    found = decode.complete(
         model, {}, base, [plain["prompt_ids"]], end_ids=(), max_new_tokens=20, dtype=jnp.float32
     )
     assert found == [plain["new_ids"]]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from purelora import errors
+from purelora.core import errors
 
 EXPERTS, SHARED = "gemma4 with experts", "gemma4 with shared keys"
 FULL_HEADS = {"head_dim": 16, "num_key_value_heads": 1}

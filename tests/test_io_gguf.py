@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import errors
-from purelora.io import builtin, gguf, gguf_file, source
+from purelora.core import errors
+from purelora.formats import gguf_file, source
+from purelora.interop import builtin
+from purelora.interop.gguf import read as gguf_read
 from purelora.models import causal_lm
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
@@ -161,7 +163,7 @@ def test_other_tensor_types_are_named(tmp_path, kind):
 
 def test_reads_back_the_model_that_was_converted(tmp_path):
     arrays = model_files.write_tiny_gguf(tmp_path / "a.gguf")
-    weights = gguf.open_file(str(tmp_path / "a.gguf"))
+    weights = gguf_read.open_file(str(tmp_path / "a.gguf"))
     assert weights.shapes() == {name: array.shape for name, array in arrays.items()}
     for name, array in arrays.items():
         np.testing.assert_array_equal(weights.read(name).array, array, err_msg=name)
@@ -198,7 +200,7 @@ def test_unpermuted_rows_give_the_same_attention_scores(size):
     stored_q, stored_k = draw.normal(size=(2, 2 * size, 8))
     x, y = draw.normal(size=(2, 8))
     q_angles, k_angles = draw.uniform(0, 6, size=(2, size // 2))
-    q, k = gguf.unpermute_rows(stored_q, 2), gguf.unpermute_rows(stored_k, 2)
+    q, k = gguf_read.unpermute_rows(stored_q, 2), gguf_read.unpermute_rows(stored_k, 2)
     for head in range(2):
         rows = slice(head * size, (head + 1) * size)
         expected = rotate_pairs(stored_q[rows] @ x, q_angles) @ rotate_pairs(
@@ -216,7 +218,7 @@ def test_biases_of_q_and_k_are_reordered_too(tmp_path):
     arrays["model.layers.0.self_attn.v_proj.bias"] = bias[:32]
     tensors = model_files.llama_tensors(arrays, config)
     model_files.write_gguf(tmp_path / "a.gguf", model_files.llama_fields(config), tensors)
-    weights = gguf.open_file(str(tmp_path / "a.gguf"))
+    weights = gguf_read.open_file(str(tmp_path / "a.gguf"))
     for part, expected in (("q", bias), ("v", bias[:32])):
         read = weights.read(f"model.layers.0.self_attn.{part}_proj.bias").array
         np.testing.assert_array_equal(read, expected)
@@ -238,7 +240,7 @@ def test_biases_of_q_and_k_are_reordered_too(tmp_path):
 )
 def test_what_the_file_does_not_say_is_absent(tmp_path, key, absent):
     model_files.write_tiny_gguf(tmp_path / "a.gguf", **{key: None})
-    config = gguf.open_file(str(tmp_path / "a.gguf")).config
+    config = gguf_read.open_file(str(tmp_path / "a.gguf")).config
     assert set(model_files.tiny_config()) - set(config) == {absent}
 
 
@@ -251,7 +253,7 @@ def test_facts_that_the_format_settles(tmp_path):
     del fields["llama.attention.head_count_kv"]
     tensors = model_files.llama_tensors(arrays, config)
     model_files.write_gguf(tmp_path / "a.gguf", fields, tensors)
-    read = gguf.open_file(str(tmp_path / "a.gguf"))
+    read = gguf_read.open_file(str(tmp_path / "a.gguf"))
     assert read.config["num_key_value_heads"] == 4
     assert read.config["vocab_size"] == 259
     assert read.config["tie_word_embeddings"] is False
@@ -278,13 +280,13 @@ def test_facts_that_the_format_settles(tmp_path):
 def test_metadata_that_cannot_be_used(tmp_path, changes, message):
     model_files.write_tiny_gguf(tmp_path / "a.gguf", **changes)
     with pytest.raises(errors.ModelError, match=message):
-        gguf.open_file(str(tmp_path / "a.gguf"))
+        gguf_read.open_file(str(tmp_path / "a.gguf"))
 
 
 def test_other_architectures_are_named(tmp_path):
     model_files.write_gguf(tmp_path / "a.gguf", {}, {}, arch="gemma2")
     with pytest.raises(errors.ModelError, match="ture = 'gemma2': is an arch.*known: gemma3, lla"):
-        gguf.open_file(str(tmp_path / "a.gguf"))
+        gguf_read.open_file(str(tmp_path / "a.gguf"))
 
 
 def random_arrays(model) -> dict[str, np.ndarray]:
@@ -320,7 +322,7 @@ def write_arch(path, arch: str, **changes):
 )  # fmt: skip
 def test_other_architectures_are_read(tmp_path, arch, changes):
     model, arrays = write_arch(tmp_path / "a.gguf", arch, **changes)
-    found = gguf.open_file(str(tmp_path / "a.gguf"))
+    found = gguf_read.open_file(str(tmp_path / "a.gguf"))
     assert found.shapes() == {name: array.shape for name, array in arrays.items()}
     for name, array in arrays.items():
         np.testing.assert_array_equal(found.read(name).array, array, err_msg=name)
@@ -339,7 +341,7 @@ def test_transformers_reads_the_same_of_other_architectures(tmp_path, arch, chan
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), gguf_file="a.gguf", dtype="float32"
     )
-    found = gguf.open_file(str(tmp_path / "a.gguf"))
+    found = gguf_read.open_file(str(tmp_path / "a.gguf"))
     state = theirs.state_dict()
     for name in found.shapes():
         np.testing.assert_array_equal(found.read(name).array, state[name].numpy(), err_msg=name)
@@ -351,7 +353,7 @@ def test_yarn_with_factors_of_its_own_is_refused(tmp_path):
     changes = {f"llama__{key}": value for key, value in changes.items()}
     model_files.write_tiny_gguf(tmp_path / "a.gguf", **changes)
     with pytest.raises(errors.ModelError, match="llama.rope.scaling.attn_factor = 1.0: is not"):
-        gguf.open_file(str(tmp_path / "a.gguf"))
+        gguf_read.open_file(str(tmp_path / "a.gguf"))
 
 
 def test_unknown_tensors_are_listed(tmp_path):
@@ -362,7 +364,7 @@ def test_unknown_tensors_are_listed(tmp_path):
     model_files.write_gguf(tmp_path / "a.gguf", model_files.llama_fields(config), tensors)
     message = "no place for: blk.0.attn_q_norm.weight, rope_short.weight"
     with pytest.raises(errors.ModelError, match=message):
-        gguf.open_file(str(tmp_path / "a.gguf"))
+        gguf_read.open_file(str(tmp_path / "a.gguf"))
 
 
 # ---- rotary scaling ----------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def open_scaled(path, factors, **changes):
     fields = model_files.llama_fields(config)
     fields |= {key.replace("__", "."): value for key, value in changes.items()}
     model_files.write_gguf(path, fields, tensors)
-    return gguf.open_file(str(path)).config
+    return gguf_read.open_file(str(path)).config
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ def test_llama3_factors_equal_transformers():
     )
     frequencies, _ = modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-np.arange(0, 64, 2) / 64)
-    ours = gguf.llama3_factors(2 * np.pi / plain, factor=8.0, low=1.0, high=4.0, context=8192)
+    ours = gguf_read.llama3_factors(2 * np.pi / plain, factor=8.0, low=1.0, high=4.0, context=8192)
     np.testing.assert_allclose(plain / ours, frequencies.numpy(), rtol=1e-6)
 
 
@@ -492,7 +494,7 @@ def test_every_truncation_is_refused(tmp_path, tiny_bytes):
     for size in [0, 1, 3, 4, *range(5, 12000, 211), len(tiny_bytes) - 32]:
         path.write_bytes(tiny_bytes[:size])
         with pytest.raises(errors.ModelError, match="is empty|not a GGUF file|truncated"):
-            gguf.open_file(str(path))
+            gguf_read.open_file(str(path))
 
 
 def test_changed_header_bytes_never_end_otherwise_than_in_a_model_error(tmp_path, tiny_bytes):
@@ -563,7 +565,7 @@ FIELD = text("k") + struct.pack("<I", 4) + struct.pack("<I", 1)
 def test_damaged_headers(tmp_path, data, message):
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(errors.ModelError, match=message):
-        gguf.open_file(str(tmp_path / "a.gguf"))
+        gguf_read.open_file(str(tmp_path / "a.gguf"))
 
 
 @pytest.mark.parametrize(("damage", "message"), model_files.JSON_DAMAGE[-3:])
@@ -572,13 +574,13 @@ def test_path_that_is_no_file(tmp_path, damage, message):
     path.write_bytes(b"x")
     damage(path)
     with pytest.raises(errors.ModelError, match=message):
-        gguf.open_file(str(path))
+        gguf_read.open_file(str(path))
 
 
 def test_unknown_tensor_names_the_nearest(tmp_path):
     model_files.write_tiny_gguf(tmp_path / "a.gguf")
     with pytest.raises(errors.ModelError, match="did you mean 'model.norm.weight'"):
-        gguf.open_file(str(tmp_path / "a.gguf")).read("model.norms.weight")
+        gguf_read.open_file(str(tmp_path / "a.gguf")).read("model.norms.weight")
 
 
 # ---- a real model ------------------------------------------------------------------------------

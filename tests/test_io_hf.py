@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from purelora import errors
-from purelora.io import builtin, hf, source
+from purelora.core import errors
+from purelora.formats import source
+from purelora.interop import builtin
+from purelora.weights import hf_folder
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 INDEX = "model.safetensors.index.json"
@@ -52,7 +54,7 @@ def raw_safetensors(path, header: object, data: bytes, length: int | None = None
 def test_reads_back_what_was_written(tmp_path, arrays, shards, dtype):
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     model_files.write_hf(tmp_path, arrays, model_files.tiny_config(), shards)
-    weights = hf.open_folder(str(tmp_path))
+    weights = hf_folder.open_folder(str(tmp_path))
     assert weights.config == model_files.tiny_config()
     assert weights.shapes() == {name: array.shape for name, array in arrays.items()}
     for name, tensor in read_all(weights).items():
@@ -64,7 +66,7 @@ def test_fingerprint_is_of_the_tensors_alone(tmp_path, arrays):
     def of(changed, shards, name):
         (tmp_path / name).mkdir()
         model_files.write_hf(tmp_path / name, changed, model_files.tiny_config(), shards)
-        return fingerprint(hf.open_folder(str(tmp_path / name)))
+        return fingerprint(hf_folder.open_folder(str(tmp_path / name)))
 
     same = of(arrays, 1, "one")
     assert of(dict(reversed(arrays.items())), 3, "three") == same
@@ -98,16 +100,16 @@ def test_damaged_json(folder, name, damage, message):
     damage(file)
     with pytest.raises(errors.ModelError, match=re.escape(str(file)) + ".*" + message):
         if name == "config.json":
-            hf.open_folder(str(folder))
+            hf_folder.open_folder(str(folder))
         else:
-            hf.generation_eos(str(folder))
+            hf_folder.generation_eos(str(folder))
 
 
 @pytest.mark.parametrize(("damage", "message"), model_files.JSON_DAMAGE)
 def test_damaged_index(sharded, damage, message):
     damage(sharded / INDEX)
     with pytest.raises(errors.ModelError, match=message):
-        hf.open_folder(str(sharded))
+        hf_folder.open_folder(str(sharded))
 
 
 @pytest.mark.parametrize(
@@ -123,24 +125,24 @@ def test_no_safetensors_says_what_is_there_instead(tmp_path, name, message):
     model_files.write_json(tmp_path / "config.json", {"model_type": "llama"})
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(errors.ModelError, match=message):
-        hf.open_folder(str(tmp_path))
+        hf_folder.open_folder(str(tmp_path))
 
 
 def test_missing_folder_and_config(tmp_path):
     with pytest.raises(errors.ModelError, match="is not a folder"):
-        hf.open_folder(str(tmp_path / "absent"))
+        hf_folder.open_folder(str(tmp_path / "absent"))
     with pytest.raises(errors.ModelError, match="has no config.json; give the folder that"):
-        hf.open_folder(str(tmp_path))
+        hf_folder.open_folder(str(tmp_path))
     (tmp_path / "model.Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(errors.ModelError, match=r"model.path=.*model.Q8_0.gguf"):
-        hf.open_folder(str(tmp_path))
+        hf_folder.open_folder(str(tmp_path))
 
 
 def test_quantised_weights_are_refused_by_method(folder):
     config = model_files.tiny_config(quantization_config={"quant_method": "gptq", "bits": 4})
     model_files.write_json(folder / "config.json", config)
     with pytest.raises(errors.ModelError, match="quantization_config = 'gptq'.*unquantised"):
-        hf.open_folder(str(folder))
+        hf_folder.open_folder(str(folder))
 
 
 TENSOR = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -176,7 +178,7 @@ def test_unsound_safetensors(folder, case):
         raw_safetensors(file, *BAD_HEADERS[case])
     message = f"{re.escape(str(file))}: is not a sound safetensors file"
     with pytest.raises(errors.ModelError, match=message):
-        hf.open_folder(str(folder))
+        hf_folder.open_folder(str(folder))
 
 
 def test_every_truncation_of_the_weights_is_refused(folder):
@@ -185,27 +187,27 @@ def test_every_truncation_of_the_weights_is_refused(folder):
     for size in [*range(0, 4000, 97), len(data) - 1]:
         file.write_bytes(data[:size])
         with pytest.raises(errors.ModelError, match="is not a sound safetensors file"):
-            hf.open_folder(str(folder))
+            hf_folder.open_folder(str(folder))
 
 
 @pytest.mark.parametrize(("damage", "message"), model_files.JSON_DAMAGE[-3:])
 def test_weights_that_are_no_file(folder, damage, message):
     damage(folder / "model.safetensors")
     with pytest.raises(errors.ModelError, match=message):
-        hf.open_folder(str(folder))
+        hf_folder.open_folder(str(folder))
 
 
 def test_no_tensors_at_all(folder):
     raw_safetensors(folder / "model.safetensors", {}, b"")
     with pytest.raises(errors.ModelError, match="holds no tensors"):
-        hf.open_folder(str(folder))
+        hf_folder.open_folder(str(folder))
 
 
 @pytest.mark.parametrize(("dtype", "n_bytes"), [("F8_E4M3", 6), ("I64", 48), ("F64", 48)])
 def test_other_element_types_are_named(folder, dtype, n_bytes):
     header = {"a.weight": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, n_bytes]}}
     raw_safetensors(folder / "model.safetensors", header, b"\0" * n_bytes)
-    weights = hf.open_folder(str(folder))
+    weights = hf_folder.open_folder(str(folder))
     with pytest.raises(errors.ModelError, match=f"a.weight = '{dtype}': .*F32, F16, BF16"):
         weights.read("a.weight")
 
@@ -217,7 +219,7 @@ def test_array_source_refuses_other_element_types():
 
 
 def test_unknown_tensor_names_the_nearest(folder):
-    weights = hf.open_folder(str(folder))
+    weights = hf_folder.open_folder(str(folder))
     with pytest.raises(errors.ModelError, match="did you mean 'model.norm.weight'"):
         weights.read("model.norms.weight")
 
@@ -265,7 +267,7 @@ def change_index(folder, change) -> None:
 def test_index_that_does_not_fit(sharded, change, message):
     change_index(sharded, change)
     with pytest.raises(errors.ModelError, match=message):
-        hf.open_folder(str(sharded))
+        hf_folder.open_folder(str(sharded))
 
 
 def test_tensor_in_two_shards(sharded):
@@ -274,7 +276,7 @@ def test_tensor_in_two_shards(sharded):
     name = min(first)
     safetensors.numpy.save_file(second | {name: first[name]}, sharded / SECOND)
     with pytest.raises(errors.ModelError, match=f"{SECOND}: holds tensor '{name}', which the"):
-        hf.open_folder(str(sharded))
+        hf_folder.open_folder(str(sharded))
 
 
 @pytest.mark.parametrize(
@@ -289,11 +291,11 @@ def test_tensor_in_two_shards(sharded):
 def test_generation_eos(tmp_path, generation, config, expected):
     model_files.write_json(tmp_path / "generation_config.json", {"eos_token_id": generation})
     model_files.write_json(tmp_path / "config.json", {"eos_token_id": config})
-    assert hf.generation_eos(str(tmp_path)) == expected
+    assert hf_folder.generation_eos(str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("value", ["2", [1, "2"], 2.5, True, -1, {"a": 1}])
 def test_generation_eos_of_wrong_type(tmp_path, value):
     model_files.write_json(tmp_path / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(errors.ModelError, match="generation_config.json: eos_token_id = "):
-        hf.generation_eos(str(tmp_path))
+        hf_folder.generation_eos(str(tmp_path))

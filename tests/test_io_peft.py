@@ -17,8 +17,11 @@ import safetensors
 import safetensors.numpy
 
 import purelora
-from purelora import errors, targets
-from purelora.io import peft, peft_config, safetensors_file
+from purelora.core import errors
+from purelora.formats import safetensors_file
+from purelora.interop.peft import adapter_config
+from purelora.interop.peft import files as peft_files
+from purelora.lora import targets
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
@@ -27,7 +30,7 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 def refused(path: str, message: str) -> errors.ModelError:
     with pytest.raises(errors.ModelError, match=message) as caught:
-        peft.read(path)
+        peft_files.read(path)
     return caught.value
 
 
@@ -38,19 +41,19 @@ def refused(path: str, message: str) -> errors.ModelError:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reads_back_what_was_written(tmp_path, name, dtype):
     adapter = pf.case(name, dtype)
-    peft.write(str(tmp_path / "a"), adapter)
-    found = peft.read(str(tmp_path / "a"))
+    peft_files.write(str(tmp_path / "a"), adapter)
+    found = peft_files.read(str(tmp_path / "a"))
     pf.assert_same(found, adapter)
     assert os.listdir(tmp_path) == ["a"]
-    assert sorted(os.listdir(tmp_path / "a")) == ["adapter_config.json", peft.WEIGHTS]
+    assert sorted(os.listdir(tmp_path / "a")) == ["adapter_config.json", peft_files.WEIGHTS]
 
 
 def test_keys_are_those_of_peft(tmp_path):
     """Literal keys of PEFT 0.21; the reference tests compare all of them with PEFT itself."""
 
     def keys(name):
-        peft.write(str(tmp_path / name), pf.case(name))
-        found = safetensors.numpy.load_file(tmp_path / name / peft.WEIGHTS)
+        peft_files.write(str(tmp_path / name), pf.case(name))
+        found = safetensors.numpy.load_file(tmp_path / name / peft_files.WEIGHTS)
         return {
             key.replace("model.layers.0.self_attn.", "~").removeprefix("base_model.model.")
             for key in found
@@ -75,8 +78,8 @@ def test_keys_are_those_of_peft(tmp_path):
 
 def test_tied_head_gets_the_embedding_s_tensors(tmp_path):
     adapter = pf.case("embedding tied")
-    peft.write(str(tmp_path / "a"), adapter)
-    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft.WEIGHTS)
+    peft_files.write(str(tmp_path / "a"), adapter)
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft_files.WEIGHTS)
     embedding = adapter.modules["model.embed_tokens"]
     head = "base_model.model.lm_head"
     np.testing.assert_array_equal(
@@ -84,12 +87,12 @@ def test_tied_head_gets_the_embedding_s_tensors(tmp_path):
         embedding["lora_embedding_A"].T @ embedding["lora_embedding_B"].T,
     )
     tensors[f"{head}.lora_A.weight"][0, 0] += 1
-    safetensors.numpy.save_file(tensors, tmp_path / "a" / peft.WEIGHTS)
+    safetensors.numpy.save_file(tensors, tmp_path / "a" / peft_files.WEIGHTS)
     refused(str(tmp_path / "a"), "target_modules.*does not name lm_head, which has an adapter")
 
 
 def test_config_as_written(tmp_path):
-    peft.write(str(tmp_path / "a"), pf.case("lora"))
+    peft_files.write(str(tmp_path / "a"), pf.case("lora"))
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text()) == {
         "alpha_pattern": {},
         "base_model_name_or_path": None,
@@ -118,7 +121,7 @@ def test_config_as_written(tmp_path):
 def test_names_are_written_sorted(tmp_path):
     """They are sets in PEFT; two runs must not differ in their files."""
     given = pf.replaced(pf.case("lora"), target_modules=("q_proj", "down_proj"))
-    peft.write(str(tmp_path / "a"), given)
+    peft_files.write(str(tmp_path / "a"), given)
     written = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert written["target_modules"] == ["down_proj", "q_proj"]
 
@@ -126,14 +129,14 @@ def test_names_are_written_sorted(tmp_path):
 def test_full_weights_are_named_in_full(tmp_path):
     """PEFT compares bare endings: `norm` would ask for the weights of all norms of all layers."""
     adapter = pf.replaced(pf.case("save"), modules_to_save=("lm_head", "embed_tokens", "norm"))
-    peft.write(str(tmp_path / "a"), adapter)
-    saved = peft.read(str(tmp_path / "a")).config.modules_to_save
+    peft_files.write(str(tmp_path / "a"), adapter)
+    saved = peft_files.read(str(tmp_path / "a")).config.modules_to_save
     assert saved == ("lm_head", "model.embed_tokens", "model.norm")
 
 
 def test_metadata(tmp_path):
-    peft.write(str(tmp_path / "a"), pf.case("lora"), extra_metadata={"step": 3})
-    with safetensors.safe_open(tmp_path / "a" / peft.WEIGHTS, "numpy") as file:
+    peft_files.write(str(tmp_path / "a"), pf.case("lora"), extra_metadata={"step": 3})
+    with safetensors.safe_open(tmp_path / "a" / peft_files.WEIGHTS, "numpy") as file:
         metadata = file.metadata()
     assert metadata["format"] == "pt"
     assert json.loads(metadata["purelora"]) == {
@@ -141,8 +144,8 @@ def test_metadata(tmp_path):
         "purelora_version": purelora.__version__,
         "step": 3,
     }
-    peft.write(str(tmp_path / "b"), pf.case("lora", fingerprint=None))
-    found = peft.read(str(tmp_path / "b"))
+    peft_files.write(str(tmp_path / "b"), pf.case("lora", fingerprint=None))
+    found = peft_files.read(str(tmp_path / "b"))
     assert found.base_fingerprint is None
     assert any("does not say which base" in note for note in found.notes)
 
@@ -174,7 +177,7 @@ def test_prefixes_and_adapter_names(tmp_path, prefix, name):
     tensors |= {f"{prefix}lm_head.modules_to_save{name}.weight": pf.draw(32, 16)}
     changes = {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}
     data = pf.MINIMAL | changes | {"modules_to_save": ["lm_head"]}
-    found = peft.read(pf.write_raw(tmp_path / "a", data, tensors))
+    found = peft_files.read(pf.write_raw(tmp_path / "a", data, tensors))
     pf.assert_same_modules(
         found.modules,
         {
@@ -205,7 +208,7 @@ def test_trained_rows_and_saved_modules_with_names_and_levels(tmp_path):
         "base_model.model.model.layers.0.mlp.modules_to_save.default.up_proj.bias": pf.draw(3),
     }
     changes = {"trainable_token_indices": [7, 1], "modules_to_save": ["mlp"]}
-    found = peft.read(pf.write_raw(tmp_path / "a", pf.MINIMAL | changes, tensors))
+    found = peft_files.read(pf.write_raw(tmp_path / "a", pf.MINIMAL | changes, tensors))
     assert set(found.modules["model.embed_tokens"]) == {"trainable_tokens"}
     assert set(found.modules["model.layers.0.mlp.up_proj"]) == {"weight", "bias"}
     assert found.config.trainable_token_indices == {"embed_tokens": (7, 1)}
@@ -246,15 +249,15 @@ def test_keys_of_two_adapters(tmp_path):
 @pytest.mark.parametrize(("damage", "message"), model_files.JSON_DAMAGE)
 def test_damaged_config(tmp_path, damage, message):
     folder = pf.write_minimal(tmp_path)
-    damage(tmp_path / peft.CONFIG)
+    damage(tmp_path / peft_files.CONFIG)
     refused(folder, message)
 
 
 def test_missing_files(tmp_path):
     refused(str(tmp_path / "absent"), "is not a folder")
     refused(str(tmp_path), "has no adapter_config.json")
-    (tmp_path / peft.CONFIG).write_text(json.dumps(pf.MINIMAL))
-    refused(str(tmp_path), f"has no {peft.WEIGHTS}; give a folder that holds")
+    (tmp_path / peft_files.CONFIG).write_text(json.dumps(pf.MINIMAL))
+    refused(str(tmp_path), f"has no {peft_files.WEIGHTS}; give a folder that holds")
     (tmp_path / "adapter_model.bin").write_bytes(b"x")
     refused(str(tmp_path), "adapter_model.bin is a pickle.*load it in PEFT and save it again")
     (tmp_path / "adapter_model.bin").unlink()
@@ -347,7 +350,7 @@ def test_unset_flags_and_history_are_fine(tmp_path):
         "megatron_core": "x",
         "task_type": "SEQ_CLS",
     }
-    found = peft.read(pf.write_minimal(tmp_path, **unset, **history, later_key=None))
+    found = peft_files.read(pf.write_minimal(tmp_path, **unset, **history, later_key=None))
     assert found.notes == (
         "keys that are not known are unset: later_key",
         "it does not say which base it belongs to, so that is not checked",
@@ -361,7 +364,7 @@ def test_unknown_keys_are_named(tmp_path):
 
 def test_keys_without_effect_are_said(tmp_path):
     changes = {"fan_in_fan_out": True, "runtime_config": {"a": 1}, "velora_config": {"b": 1}}
-    notes = " ".join(peft.read(pf.write_minimal(tmp_path, **changes)).notes)
+    notes = " ".join(peft_files.read(pf.write_minimal(tmp_path, **changes)).notes)
     for key in changes:
         assert f"{key} is set and has no effect" in notes
 
@@ -377,7 +380,7 @@ def test_initialisations_that_change_the_base_are_refused(tmp_path, init):
     ("value", "name"), [(True, "default"), (False, "random"), ("eva", "eva"), ("mica", "mica")]
 )
 def test_other_initialisations_are_history(tmp_path, value, name):
-    found = peft.read(pf.write_minimal(tmp_path, init_lora_weights=value))
+    found = peft_files.read(pf.write_minimal(tmp_path, init_lora_weights=value))
     assert found.config.init_lora_weights == name
 
 
@@ -515,7 +518,7 @@ def test_config_that_names_what_is_not_there(tmp_path, changes, message):
 )
 def test_writing_refuses_what_reading_would(tmp_path, name, changes, message):
     with pytest.raises(errors.ModelError, match=message):
-        peft.write(str(tmp_path / "a"), pf.replaced(pf.case(name), **changes))
+        peft_files.write(str(tmp_path / "a"), pf.replaced(pf.case(name), **changes))
     assert os.listdir(tmp_path) == []
 
 
@@ -536,7 +539,7 @@ def test_base_weight_without_adapter(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float64, np.int8, ml_dtypes.float8_e4m3fn])
 def test_writing_refuses_other_element_types(tmp_path, dtype):
     with pytest.raises(errors.ModelError, match="is not one of .* of type F32, F16, BF16"):
-        peft.write(str(tmp_path / "a"), pf.case("lora", dtype))
+        peft_files.write(str(tmp_path / "a"), pf.case("lora", dtype))
 
 
 def test_only_full_weights_is_no_adapter(tmp_path):
@@ -553,7 +556,7 @@ def test_only_full_weights_is_no_adapter(tmp_path):
 @pytest.mark.parametrize(("damage", "message"), model_files.JSON_DAMAGE[-3:])
 def test_weights_that_are_no_file(tmp_path, damage, message):
     folder = pf.write_minimal(tmp_path)
-    damage(tmp_path / peft.WEIGHTS)
+    damage(tmp_path / peft_files.WEIGHTS)
     refused(folder, message)
 
 
@@ -572,7 +575,7 @@ HEADER = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 )
 def test_header_that_lies(tmp_path, header, data):
     folder = pf.write_minimal(tmp_path)
-    model_files_header(tmp_path / peft.WEIGHTS, header, data)
+    model_files_header(tmp_path / peft_files.WEIGHTS, header, data)
     refused(folder, "is not a sound safetensors file")
 
 
@@ -583,7 +586,7 @@ def model_files_header(path, header, data):
 
 def test_every_truncation_is_refused(tmp_path):
     folder = pf.write_minimal(tmp_path)
-    file = tmp_path / peft.WEIGHTS
+    file = tmp_path / peft_files.WEIGHTS
     data = file.read_bytes()
     for size in [*range(0, len(data), 61), len(data) - 1]:
         file.write_bytes(data[:size])
@@ -596,7 +599,7 @@ def test_no_tensors(tmp_path):
 
 def test_bad_config_is_told_with_a_bad_weights_file(tmp_path):
     folder = pf.write_minimal(tmp_path, r=0)
-    (tmp_path / peft.WEIGHTS).write_bytes(b"")
+    (tmp_path / peft_files.WEIGHTS).write_bytes(b"")
     assert len(refused(folder, "r = 0").problems) == 2
 
 
@@ -608,8 +611,8 @@ def test_element_types_are_told_together(tmp_path):
 def test_notes_on_tensors(tmp_path):
     def notes(name, dtype):
         folder = str(tmp_path / f"{name} {dtype.__name__}")
-        peft.write(folder, pf.case(name, dtype))
-        return list(peft.read(folder).notes)
+        peft_files.write(folder, pf.case(name, dtype))
+        return list(peft_files.read(folder).notes)
 
     assert notes("lora", np.float32) == []
     assert notes("lora", np.float16) == ["its tensors are stored as F16"]
@@ -623,7 +626,7 @@ def test_notes_on_tensors(tmp_path):
 def test_scaling_is_of_the_module_itself():
     """The figures of PEFT for r=8, alpha=16 with both patterns (peft#3738)."""
     given = pf.config(r=8, lora_alpha=16, rank_pattern={"k_proj": 4}, alpha_pattern={"v_proj": 32})
-    found = {m: peft_config.scaling(given, f"model.layers.0.self_attn.{m}") for m in
+    found = {m: adapter_config.scaling(given, f"model.layers.0.self_attn.{m}") for m in
              ("q_proj", "k_proj", "v_proj")}  # fmt: skip
     assert found == {"q_proj": 2.0, "k_proj": 4.0, "v_proj": 4.0}
 
@@ -653,13 +656,13 @@ def test_targets(changes, layers):
     """As PEFT's own function has them; see the reference tests."""
     given = pf.config(**changes)
     names = {i: f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
-    assert [i for i, name in names.items() if peft_config.is_target(given, name)] == layers
+    assert [i for i, name in names.items() if adapter_config.is_target(given, name)] == layers
 
 
 def test_rslora_scaling():
     given = pf.config(r=16, lora_alpha=16, use_rslora=True, rank_pattern={"k_proj": 4})
-    assert peft_config.scaling(given, "a.q_proj") == 4.0
-    assert peft_config.scaling(given, "a.k_proj") == 16 / math.sqrt(4)
+    assert adapter_config.scaling(given, "a.q_proj") == 4.0
+    assert adapter_config.scaling(given, "a.k_proj") == 16 / math.sqrt(4)
 
 
 @pytest.mark.parametrize(
@@ -683,9 +686,9 @@ def test_pattern_keys_are_regexes_for_dotted_ends(pattern, fits):
 
 def test_two_alpha_patterns_for_one_module_are_said(tmp_path):
     folder = pf.write_minimal(tmp_path, alpha_pattern={"q_proj": 3, "layers.0.*": 5})
-    found = peft.read(folder)
+    found = peft_files.read(folder)
     assert any("alpha_pattern fits" in note for note in found.notes)
-    assert peft_config.alpha(found.config, "model.layers.0.self_attn.q_proj") == 3
+    assert adapter_config.alpha(found.config, "model.layers.0.self_attn.q_proj") == 3
 
 
 # ---- names of another wrapping -----------------------------------------------------------------
@@ -701,7 +704,7 @@ def renamed(adapter, old, new):
 
 def test_names_of_the_base_stay():
     adapter = pf.case("patterns")
-    assert peft.place(adapter, pf.NAMES) is adapter
+    assert peft_files.place(adapter, pf.NAMES) is adapter
 
 
 @pytest.mark.parametrize("inner", ["", "language_model.", "model.language_model."])
@@ -709,14 +712,14 @@ def test_names_of_the_base_stay():
 def test_one_level_of_difference(inner, name):
     wanted = pf.case(name)
     given = renamed(wanted, "model.", inner)
-    found = peft.place(given, pf.NAMES)
+    found = peft_files.place(given, pf.NAMES)
     pf.assert_same_modules(found.modules, wanted.modules)
     assert "and so on" in found.notes[-1]
     for module, kinds in wanted.modules.items():
         if "lora_A" in kinds:
-            assert peft_config.is_target(found.config, module)
+            assert adapter_config.is_target(found.config, module)
             old = inner + module.removeprefix("model.")
-            for rule in (peft_config.rank, peft_config.scaling):
+            for rule in (adapter_config.rank, adapter_config.scaling):
                 assert rule(found.config, module) == rule(given.config, old)
 
 
@@ -724,24 +727,24 @@ def test_placed_patterns_keep_their_meaning(tmp_path):
     """The alpha pattern is anchored at the names of the inner model, which the base has not."""
     given = renamed(pf.case("patterns"), "model.", "")
     given = pf.replaced(given, alpha_pattern={r"^layers\.0.*\.v_proj": 32.0})
-    assert peft_config.alpha(given.config, "layers.0.self_attn.v_proj") == 32
-    found = peft.place(given, pf.NAMES)
-    assert peft_config.alpha(found.config, "model.layers.0.self_attn.v_proj") == 32
-    assert peft_config.alpha(found.config, "model.layers.1.self_attn.v_proj") == 8
-    peft.write(str(tmp_path / "a"), found)
-    pf.assert_same(peft.read(str(tmp_path / "a")), found)
+    assert adapter_config.alpha(given.config, "layers.0.self_attn.v_proj") == 32
+    found = peft_files.place(given, pf.NAMES)
+    assert adapter_config.alpha(found.config, "model.layers.0.self_attn.v_proj") == 32
+    assert adapter_config.alpha(found.config, "model.layers.1.self_attn.v_proj") == 8
+    peft_files.write(str(tmp_path / "a"), found)
+    pf.assert_same(peft_files.read(str(tmp_path / "a")), found)
 
 
 def test_placed_rows_and_full_weights_are_named_anew(tmp_path):
     for name in ("save", "tokens of both"):
-        found = peft.place(renamed(pf.case(name), "model.", ""), pf.NAMES)
-        peft.write(str(tmp_path / name), found)
-        pf.assert_same(peft.read(str(tmp_path / name)), found)
+        found = peft_files.place(renamed(pf.case(name), "model.", ""), pf.NAMES)
+        peft_files.write(str(tmp_path / name), found)
+        pf.assert_same(peft_files.read(str(tmp_path / name)), found)
 
 
 def test_multimodal_base_takes_an_adapter_of_its_text_model():
     names = [name.replace("model.", "model.language_model.", 1) for name in pf.NAMES]
-    found = peft.place(pf.case("embedding and head"), names)
+    found = peft_files.place(pf.case("embedding and head"), names)
     assert set(found.modules) == {"model.language_model.embed_tokens", "lm_head"}
 
 
@@ -749,11 +752,11 @@ def test_surplus_modules_are_all_named_with_near_ones():
     adapter = pf.case("lora")
     modules = {name.replace("q_proj", "qq_proj"): kinds for name, kinds in adapter.modules.items()}
     with pytest.raises(errors.ModelError) as caught:
-        peft.place(dataclasses.replace(adapter, modules=modules), pf.NAMES)
+        peft_files.place(dataclasses.replace(adapter, modules=modules), pf.NAMES)
     assert len(caught.value.problems) == 2
     assert "did you mean 'model.layers.0.self_attn.q_proj'" in str(caught.value)
     with pytest.raises(errors.ModelError, match="lm_head: is no module of the base"):
-        peft.place(pf.case("save"), [name for name in pf.NAMES if name != "lm_head"])
+        peft_files.place(pf.case("save"), [name for name in pf.NAMES if name != "lm_head"])
 
 
 def test_two_levels_at_once_are_refused():
@@ -763,30 +766,30 @@ def test_two_levels_at_once_are_refused():
         name.replace("model.layers.1", "language_model.layers.1"): k for name, k in inner.items()
     }
     with pytest.raises(errors.ModelError, match="is no module of the base"):
-        peft.place(dataclasses.replace(adapter, modules=mixed), pf.NAMES)
+        peft_files.place(dataclasses.replace(adapter, modules=mixed), pf.NAMES)
     both = adapter.modules | {name.removeprefix("model."): k for name, k in adapter.modules.items()}
     with pytest.raises(errors.ModelError, match="is no module of the base"):
-        peft.place(dataclasses.replace(adapter, modules=both), pf.NAMES)
+        peft_files.place(dataclasses.replace(adapter, modules=both), pf.NAMES)
 
 
 # ---- writing folders ---------------------------------------------------------------------------
 
 
 def test_existing_folders_are_not_touched(tmp_path):
-    peft.write(str(tmp_path / "a"), pf.case("lora"))
-    before = (tmp_path / "a" / peft.WEIGHTS).read_bytes()
+    peft_files.write(str(tmp_path / "a"), pf.case("lora"))
+    before = (tmp_path / "a" / peft_files.WEIGHTS).read_bytes()
     with pytest.raises(errors.ModelError, match="a: exists, and nothing is overwritten"):
-        peft.write(str(tmp_path / "a"), pf.case("dora"))
-    assert (tmp_path / "a" / peft.WEIGHTS).read_bytes() == before
+        peft_files.write(str(tmp_path / "a"), pf.case("dora"))
+    assert (tmp_path / "a" / peft_files.WEIGHTS).read_bytes() == before
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(errors.ModelError, match="exists"):
-        peft.write(str(tmp_path / "file"), pf.case("lora"))
+        peft_files.write(str(tmp_path / "file"), pf.case("lora"))
     with pytest.raises(errors.ModelError, match="file/a: cannot be written"):
-        peft.write(str(tmp_path / "file" / "a"), pf.case("lora"))
+        peft_files.write(str(tmp_path / "file" / "a"), pf.case("lora"))
     (tmp_path / "empty").mkdir()
-    peft.write(str(tmp_path / "empty"), pf.case("lora"))
-    peft.write(str(tmp_path / "new" / "parents" / "a") + "/", pf.case("lora"))
-    peft.read(str(tmp_path / "new" / "parents" / "a"))
+    peft_files.write(str(tmp_path / "empty"), pf.case("lora"))
+    peft_files.write(str(tmp_path / "new" / "parents" / "a") + "/", pf.case("lora"))
+    peft_files.read(str(tmp_path / "new" / "parents" / "a"))
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
@@ -798,13 +801,13 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors_file, "write_file", fail)
     with pytest.raises(errors.ModelError, match="cannot be written .No space left on device"):
-        peft.write(str(tmp_path / "a"), pf.case("lora"))
+        peft_files.write(str(tmp_path / "a"), pf.case("lora"))
     assert os.listdir(tmp_path) == []
 
 
 def test_written_folder_has_the_usual_permissions(tmp_path):
     (tmp_path / "usual").mkdir()
-    peft.write(str(tmp_path / "a"), pf.case("lora"))
+    peft_files.write(str(tmp_path / "a"), pf.case("lora"))
     modes = {stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("a", "usual")}
     assert len(modes) == 1
 
@@ -816,7 +819,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=4,
 )
-KEYS = st.sampled_from([*peft_config.PARSERS, *FLAGS, "other"])
+KEYS = st.sampled_from([*adapter_config.PARSERS, *FLAGS, "other"])
 
 
 @hypothesis.given(changes=st.dictionaries(KEYS, JSON, max_size=4))
@@ -824,7 +827,7 @@ KEYS = st.sampled_from([*peft_config.PARSERS, *FLAGS, "other"])
 def test_any_config_is_read_or_refused(tmp_path_factory, changes):
     folder = pf.write_minimal(tmp_path_factory.mktemp("a"), **changes)
     try:
-        found = peft.read(folder)
+        found = peft_files.read(folder)
     except errors.ModelError as error:
         assert error.problems
     else:
@@ -847,4 +850,4 @@ def test_any_further_key_is_refused(tmp_path_factory, parts):
         tmp_path_factory.mktemp("a"), lambda tensors: tensors.update({key: pf.draw(4, 16)})
     )
     with pytest.raises(errors.ModelError):
-        peft.read(folder)
+        peft_files.read(folder)

@@ -10,8 +10,9 @@ import peft_folders as pf
 import pytest
 import safetensors.numpy
 
-from purelora import errors
-from purelora.io import peft, peft_config
+from purelora.core import errors
+from purelora.interop.peft import adapter_config
+from purelora.interop.peft import files as peft_files
 
 pytestmark = pytest.mark.reference
 
@@ -42,7 +43,7 @@ def peft_model(name):
     import torch
     from peft import LoraConfig, get_peft_model
 
-    given = peft_config.to_json(pf.CASES[name][0])
+    given = adapter_config.to_json(pf.CASES[name][0])
     del given["peft_type"]
     model = get_peft_model(llama(name), LoraConfig(**given | {"inference_mode": False}))
     with torch.no_grad():
@@ -60,14 +61,14 @@ def save(model, folder):
 
 
 def stored(folder):
-    return safetensors.numpy.load_file(os.path.join(folder, peft.WEIGHTS))
+    return safetensors.numpy.load_file(os.path.join(folder, peft_files.WEIGHTS))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", pf.CASES)
 def test_reads_what_peft_wrote(tmp_path, name):
     settings, modules = pf.CASES[name]
-    found = peft.read(save(peft_model(name), tmp_path / "a"))
+    found = peft_files.read(save(peft_model(name), tmp_path / "a"))
     assert {m: set(kinds) for m, kinds in found.modules.items()} == {
         m: set(kinds) for m, kinds in modules.items()
     }
@@ -75,7 +76,7 @@ def test_reads_what_peft_wrote(tmp_path, name):
     rest = {"target_modules": ()} if name in ("all-linear", "embedding tied") else {}
     assert dataclasses.replace(found.config, **rest) == dataclasses.replace(settings, **rest)
     # Written again, it is the same file.
-    peft.write(str(tmp_path / "b"), found)
+    peft_files.write(str(tmp_path / "b"), found)
     theirs, ours = stored(tmp_path / "a"), stored(tmp_path / "b")
     assert ours.keys() == theirs.keys()
     for key, array in theirs.items():
@@ -89,7 +90,7 @@ def test_peft_loads_what_is_written(tmp_path, name):
 
     adapter = pf.case(name)
     folder = str(tmp_path / "a")
-    peft.write(folder, adapter)
+    peft_files.write(folder, adapter)
     # Any warning fails, but for those that libraries give about themselves.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -108,7 +109,7 @@ def test_peft_loads_what_is_written(tmp_path, name):
         assert torch.equal(state[key], torch.from_numpy(array)), key
     for module, layer in model.base_model.model.named_modules():
         if hasattr(layer, "lora_A"):
-            assert layer.scaling["default"] == peft_config.scaling(adapter.config, module)
+            assert layer.scaling["default"] == adapter_config.scaling(adapter.config, module)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -125,7 +126,7 @@ def test_peft_changes_the_base_for_these_initialisations(tmp_path, init):
     plain = llama("plain").model.layers[0].self_attn.q_proj.weight
     assert not torch.allclose(changed, plain)
     with pytest.raises(errors.ModelError, match=f"init_lora_weights = '{init}'"):
-        peft.read(folder)
+        peft_files.read(folder)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -139,7 +140,7 @@ def test_converted_initialisation_is_read(tmp_path):
     initial = save(model, tmp_path / "initial")
     model.peft_config["default"].init_lora_weights = "pissa"
     model.save_pretrained(tmp_path / "a", path_initial_model_for_weight_conversion=initial)
-    found = peft.read(str(tmp_path / "a"))
+    found = peft_files.read(str(tmp_path / "a"))
     assert (found.config.r, found.config.init_lora_weights) == (8, "default")
 
 
@@ -149,9 +150,9 @@ def test_adapter_of_the_inner_model_lacks_a_level(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(llama("plain").model, LoraConfig(r=4, target_modules=["q_proj"]))
-    found = peft.read(save(model, tmp_path / "a"))
+    found = peft_files.read(save(model, tmp_path / "a"))
     assert "layers.0.self_attn.q_proj" in found.modules
-    placed = peft.place(found, pf.NAMES)
+    placed = peft_files.place(found, pf.NAMES)
     assert set(placed.modules) == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
 
 
@@ -161,15 +162,15 @@ def test_resized_embedding_is_refused_by_name(tmp_path):
     model = peft_model("lora")
     model.save_pretrained(tmp_path / "a", save_embedding_layers=True)
     with pytest.raises(errors.ModelError, match="does not name model.embed_tokens, which has a"):
-        peft.read(str(tmp_path / "a"))
+        peft_files.read(str(tmp_path / "a"))
 
 
 def test_every_key_of_peft_is_decided_on():
     """A new key of PEFT must be put into one of the tables."""
     from peft import LoraConfig
 
-    parsed = peft_config.PARSERS
-    tables = (parsed, peft_config.HISTORY, peft_config.NO_EFFECT, peft_config.REFUSED)
+    parsed = adapter_config.PARSERS
+    tables = (parsed, adapter_config.HISTORY, adapter_config.NO_EFFECT, adapter_config.REFUSED)
     assert set(json.loads(json.dumps(LoraConfig().to_dict()))) <= {k for t in tables for k in t}
 
 
@@ -183,10 +184,10 @@ def test_modules_and_ranks_are_those_of_peft(name):
     if name == "layers":
         full = ("q_proj", "model.layers.0.mlp.up_proj")
         settings = dataclasses.replace(settings, target_modules=full)
-    config = LoraConfig(**peft_config.to_json(settings))
+    config = LoraConfig(**adapter_config.to_json(settings))
     for module in pf.NAMES:
-        if not peft_config.is_saved(settings, module):
+        if not adapter_config.is_saved(settings, module):
             expected = bool(check_target_module_exists(config, module))
-            assert peft_config.is_target(settings, module) == expected, module
+            assert adapter_config.is_target(settings, module) == expected, module
         key = get_pattern_key(list(settings.rank_pattern), module)
-        assert peft_config.rank(settings, module) == settings.rank_pattern.get(key, settings.r)
+        assert adapter_config.rank(settings, module) == settings.rank_pattern.get(key, settings.r)

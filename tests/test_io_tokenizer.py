@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from purelora import errors
-from purelora.io import builtin, gguf_file, tokenizer
+from purelora.core import errors
+from purelora.formats import gguf_file
+from purelora.interop import builtin
+from purelora.weights import tokenizer
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
 SMOLLM2 = json.loads((ORACLES / "smollm2_135m.json").read_text(encoding="utf-8"))

@@ -13,19 +13,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from purelora import errors
-from purelora.io import (
-    builtin,
-    gguf,
-    gguf_file,
-    gguf_tokenizer,
-    gguf_write,
-    hf,
-    hf_write,
-    output,
-    safetensors_file,
-    tokenizer,
-)
+from purelora.core import errors
+from purelora.formats import atomic_output, gguf_file, safetensors_file
+from purelora.interop import builtin
+from purelora.interop.gguf import read as gguf_read
+from purelora.interop.gguf import tokenizer as gguf_tokenizer
+from purelora.interop.gguf import write as gguf_write
+from purelora.weights import hf_folder, hf_write, tokenizer
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 TEXTS = (
@@ -145,7 +139,7 @@ def test_folder_is_read_back(tmp_path, arrays, config, dtype, shard_bytes):
     hf_write.write_folder(
         str(folder), config, specs(arrays), companions={}, shard_bytes=shard_bytes
     )
-    assert_holds(hf.open_folder(str(folder)), arrays)
+    assert_holds(hf_folder.open_folder(str(folder)), arrays)
     shards = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     sizes = []
     for name in shards:
@@ -236,8 +230,8 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path, arrays, config, error, kin
 
 
 def test_too_small_a_disk_is_told_before_the_work(tmp_path, arrays, config, monkeypatch):
-    usage = output.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = atomic_output.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(atomic_output.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     tensors = specs(arrays) | {"zzz": failing(AssertionError("was asked for"))}
     with pytest.raises(errors.ModelError, match="a: needs .* bytes, and its disk has 1,000 left"):
         hf_write.write_folder(str(tmp_path / "a"), config, tensors, companions={})
@@ -296,7 +290,7 @@ def write_gguf(path, config, tensors, element_type="f32", fields=None):
     gguf_write.write_file(
         str(path), config, tensors, tokenizer_fields=fields, element_type=element_type
     )
-    return gguf.open_file(str(path))
+    return gguf_read.open_file(str(path))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,10 +8,11 @@ import plain
 import pytest
 import tiny
 
-from purelora import errors, params, step
-from purelora import tree as trees
-from purelora.io import builtin
-from purelora.models import causal_lm, layers
+from purelora.core import errors, trees
+from purelora.core.batch import Batch, Inputs
+from purelora.interop import builtin
+from purelora.models import causal_lm
+from purelora.sharding import parallel
 
 VARIANTS = {
     "tied": {},
@@ -188,7 +189,7 @@ def test_causality(adapted, logits):
 
 
 # Row 0 holds a = 1 2 3 and b = 4 ... 8, then padding; row 1 holds b alone, then padding.
-PACKED = layers.Inputs(
+PACKED = Inputs(
     jnp.array([[1, 2, 3, 4, 5, 6, 7, 8, 0], [4, 5, 6, 7, 8, 0, 0, 0, 0]]),
     jnp.array([[0, 1, 2, 0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 0, 0, 0, 0]]),
     jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0]]),
@@ -213,7 +214,7 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
     m, base, trainable = adapted
     targets = jnp.array([[2, 3, 0, 5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 0, 0, 0, 0, 0]])
     weights = (targets > 0).astype(jnp.float32)
-    batch = step.Batch(PACKED.tokens_BT, targets, weights, *PACKED[:0:-1])
+    batch = Batch(PACKED.tokens_BT, targets, weights, *PACKED[:0:-1])
     run = causal_lm.Execution(jnp.float32, True, False, 4)
 
     def loss(w):
@@ -223,7 +224,7 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
             base,
             one,
             execution=run,
-            shards=params.NO_SHARDS,
+            shards=parallel.NO_SHARDS,
             dropout=None,
             pool_router=False,
         ).xent
@@ -244,7 +245,7 @@ def test_rows_of_only_padding_are_finite(adapted):
 
     @jax.jit
     def loss(adapters, segments):
-        inputs = layers.Inputs(zeros, zeros, segments)
+        inputs = Inputs(zeros, zeros, segments)
         return jnp.sum(jnp.square(hidden(m, base, adapters, inputs)))
 
     for segments in (zeros, zeros.at[0, :3].set(1)):

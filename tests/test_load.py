@@ -15,10 +15,15 @@ import pytest
 import qwix
 import safetensors.numpy
 
-from purelora import errors, quant, specs
-from purelora import tree as trees
-from purelora.io import builtin, gguf, gguf_file, hf, load, source
+from purelora.core import errors, trees
+from purelora.formats import gguf_file, source
+from purelora.interop import builtin
+from purelora.interop.gguf import read as gguf_read
 from purelora.models import causal_lm
+from purelora.ops import quant
+from purelora.sharding import specs
+from purelora.weights import hf_folder
+from purelora.weights import load as weights_load
 
 
 def tiny_arrays(tied: bool = True) -> tuple[dict, dict[str, np.ndarray]]:
@@ -37,7 +42,7 @@ def load_tiny(arrays, config, *, qtype="none", dtype="float32", tile_size=None, 
     return (
         infos,
         placed,
-        load.load(source.ArraySource("tiny", config, arrays), model, infos, placed),
+        weights_load.load(source.ArraySource("tiny", config, arrays), model, infos, placed),
     )
 
 
@@ -137,10 +142,10 @@ def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path, kind):
     if kind == "hf":
         (tmp_path / "config.json").write_text(json.dumps(config))
         safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
-        opened: source.Source = hf.open_folder(str(tmp_path))
+        opened: source.Source = hf_folder.open_folder(str(tmp_path))
     elif kind == "gguf":
         model_files.write_tiny_gguf(tmp_path / "a.gguf")
-        opened = gguf.open_file(str(tmp_path / "a.gguf"))
+        opened = gguf_read.open_file(str(tmp_path / "a.gguf"))
     else:
         opened = source.ArraySource("tiny", config, arrays)
     for name, shape in opened.shapes().items():
@@ -164,7 +169,7 @@ def test_rows_of_quantised_blocks_are_those_of_the_whole(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_are_complete_and_even(count):
     sizes = {f"t{i}": (i * 37) % 11 + 1 for i in range(40)}
-    shares = load.even_shares(sizes, count)
+    shares = weights_load.even_shares(sizes, count)
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     totals = [sum(sizes[name] for name in share) for share in shares]
     assert max(totals) - min(totals) <= max(sizes.values())

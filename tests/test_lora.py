@@ -9,8 +9,10 @@ import qwix
 import tiny
 from flax import nnx
 
-from purelora import artefact, errors, info, lora, targets
-from purelora import tree as trees
+from purelora.core import errors, param_info, trees
+from purelora.interop.peft import convert
+from purelora.lora import adapters as lora
+from purelora.lora import targets
 
 ATTN, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
@@ -38,7 +40,7 @@ def modules(*leaves: str, layers=range(tiny.LAYERS)) -> set[str]:
 def test_a_word_is_a_list_to_peft():
     settings = tiny.lora_config(target_modules="attention", layers_to_transform=(0, 2))
     m = tiny.model().adapted(settings)
-    found = artefact.adapter_config(m, settings, "tiny")
+    found = convert.adapter_config(m, settings, "tiny")
     assert found.layers_to_transform is None
     assert set(found.target_modules) == modules(*ATTN, layers=[0, 2])
 
@@ -194,7 +196,7 @@ def test_agrees_with_qwix(r, alpha):
     kernel = theirs.q_proj.kernel.get_value()
     a = theirs.q_proj.kernel_lora_a.get_value()
 
-    weight = info.ParamInfo((32, 24), "float32", ("embed", "heads"), contracting=-2)
+    weight = param_info.ParamInfo((32, 24), "float32", ("embed", "heads"), contracting=-2)
     found = {"q_proj": targets.AdaptableModule(weight, ("q_proj",))}
     settings = tiny.lora_config(r=r, lora_alpha=alpha, target_modules=("q_proj",))
     resolved = targets.resolve(settings, found, {"q_proj.weight": ("q_proj.weight",)}).targets
@@ -204,7 +206,7 @@ def test_agrees_with_qwix(r, alpha):
     assert scaling == alpha / r
     got = x @ kernel + lora.delta(x, a, b, jnp.float32(scaling))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
-    ours = info.initial(infos["lora_a"], key=jax.random.key(0))
+    ours = param_info.initial(infos["lora_a"], key=jax.random.key(0))
     limit = np.sqrt(6 / 32)  # Both are uniform on the same interval.
     assert np.abs(a).max() <= limit and np.abs(ours).max() <= limit
     np.testing.assert_allclose(ours.std(), limit / np.sqrt(3), rtol=0.2)

@@ -10,8 +10,10 @@ import optax
 import pytest
 import tiny
 
-from purelora import info, loss, parallel, params, quant
-from purelora.models import layers
+from purelora.core import param_info
+from purelora.models import layers, loss, params
+from purelora.ops import quant
+from purelora.sharding import parallel
 
 B, T, D, V, R = 3, 7, 16, 40, 4
 CHUNKS = (1, 8, 100)  # Of 21 tokens: 8 does not divide them.
@@ -34,7 +36,7 @@ def data():
     return x, table, (a, b), targets, weights
 
 
-def head(table, adapters=None, frozen=True, gather=params.whole) -> params.Module:
+def head(table, adapters=None, frozen=True, gather=parallel.whole) -> params.Module:
     a, b = adapters or (None, None)
     scaling = None if adapters is None else jnp.float32(2.0)
     return params.Module(
@@ -118,7 +120,7 @@ def test_adapted_and_trained_head(data, chunk, frozen):
 @pytest.mark.parametrize("tile", [None, 4])
 def test_int8_head(data, tile):
     x, table, adapters, targets, weights = data
-    like = {"w": info.ParamInfo((V, D), "float32", ("vocab", "embed"), contracting=-1)}
+    like = {"w": param_info.ParamInfo((V, D), "float32", ("vocab", "embed"), contracting=-1)}
     like = quant.quantised_infos(like, qtype="int8", tile_size=tile, skip=())["w"]
     q = quant.quantise(table, like)
     full = quant.dequantise(q)

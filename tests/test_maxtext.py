@@ -18,10 +18,15 @@ import test_train
 import tiny
 import tokenizers
 
-from purelora import artefact, errors, estimate, export, generate, merge, run_model, scan_axis
-from purelora import tree as trees
-from purelora.io import array_store, builtin, maxtext, maxtext_folder, source
+from purelora.commands import estimate, export, generate, merge
+from purelora.core import errors, trees
+from purelora.formats import array_store, source
+from purelora.interop import builtin, open_model
+from purelora.interop.maxtext import folder as maxtext_folder
+from purelora.interop.maxtext import read as maxtext_read
+from purelora.interop.peft import convert
 from purelora.models import causal_lm
+from purelora.sharding import layer_axis
 
 DATA = pathlib.Path(__file__).parent / "data" / "maxtext"
 BASES = (
@@ -54,8 +59,8 @@ def items(name: str) -> str:
 
 
 @functools.cache
-def opened(name: str) -> maxtext.MaxTextSource:
-    return maxtext.open_folder(items(name), str(DATA / name))
+def opened(name: str) -> maxtext_read.MaxTextSource:
+    return maxtext_read.open_folder(items(name), str(DATA / name))
 
 
 @functools.cache
@@ -114,7 +119,7 @@ def test_any_part_of_a_tensor_is_that_part_of_the_whole(name):
 
 
 def test_layers_may_be_asked_for_in_any_order_and_few_stacks_are_kept():
-    read = maxtext.open_folder(items("gemma3"), str(DATA / "gemma3"))
+    read = maxtext_read.open_folder(items("gemma3"), str(DATA / "gemma3"))
     names = list(read.shapes())
     for name in np.random.default_rng(0).permutation(names):
         np.testing.assert_array_equal(read.read(name).array, opened("gemma3").read(name).array)
@@ -123,7 +128,7 @@ def test_layers_may_be_asked_for_in_any_order_and_few_stacks_are_kept():
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "mixtral", "qwen3-moe"])
 def test_a_stack_is_read_once_and_not_kept_beyond_its_last_layer(name, monkeypatch):
-    read, counts = maxtext.open_folder(items(name), str(DATA / name)), collections.Counter()
+    read, counts = maxtext_read.open_folder(items(name), str(DATA / name)), collections.Counter()
     plain = array_store.Store.read
 
     def counting(self, array, box):
@@ -158,17 +163,17 @@ def stored(name: str) -> dict[str, np.ndarray]:
 
 def scanned_along(axis: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays that are scanned along axis 1, along `axis`."""
-    pair = scan_axis.Pair(dict.fromkeys(arrays), arrays)
+    pair = layer_axis.Pair(dict.fromkeys(arrays), arrays)
     where = lambda path: "layers" in path  # noqa: E731
-    return scan_axis.move_scan_axis(pair, 1, axis, where=where).arrays
+    return layer_axis.move_scan_axis(pair, 1, axis, where=where).arrays
 
 
 def unscanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    pair = scan_axis.Pair(None, None)
+    pair = layer_axis.Pair(None, None)
     found = {path: array for path, array in arrays.items() if ".layers." not in path}
     for path, array in arrays.items():
-        pair = scan_axis.Pair(None, array)
-        for i, layer in enumerate(scan_axis.unstack(pair, 1) if ".layers." in path else ()):
+        pair = layer_axis.Pair(None, array)
+        for i, layer in enumerate(layer_axis.unstack(pair, 1) if ".layers." in path else ()):
             found[path.replace(".layers.", f".layers_{i}.")] = layer.arrays
     return found
 
@@ -176,7 +181,7 @@ def unscanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("change", [functools.partial(scanned_along, 0), unscanned])
 def test_the_fingerprint_does_not_depend_on_how_layers_are_scanned(tmp_path, change):
     arrays = change(stored("llama-axis1"))
-    read = maxtext.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
+    read = maxtext_read.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
     names = list(read.shapes())
     assert source.identify(read, names) == source.identify(opened("llama-axis1"), names)
 
@@ -185,7 +190,7 @@ def test_layers_that_are_stored_apart_are_read_apart(tmp_path):
     arrays, devices = stored("llama-axis1"), jax.sharding.Mesh(jax.devices()[:3], ("x",))
     split = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "x"))
     arrays |= {n: jax.device_put(a, split) for n, a in arrays.items() if ".layers." in n}
-    read = maxtext.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
+    read = maxtext_read.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
     for name in read.shapes():
         np.testing.assert_array_equal(read.read(name).array, opened("llama-axis1").read(name).array)
         assert not read.layers._kept
@@ -194,10 +199,10 @@ def test_layers_that_are_stored_apart_are_read_apart(tmp_path):
 # ---- adapters ----------------------------------------------------------------------------------
 
 
-def adapted(name: str, base: str, **told) -> tuple[artefact.Attached, dict]:
+def adapted(name: str, base: str, **told) -> tuple[convert.Attached, dict]:
     model = opened(base).model
-    adapter = artefact.open_adapter(str(DATA / name), opened_config(name), **told)
-    return artefact.attach(adapter, model, base_fingerprint=None), weights(base)
+    adapter = convert.open_adapter(str(DATA / name), opened_config(name), **told)
+    return convert.attach(adapter, model, base_fingerprint=None), weights(base)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_missing_surplus_and_misshapen_arrays_are_one_error(tmp_path):
     arrays["decoder.logits_dense.kernel"] = np.zeros((16, 47), np.float32)
     arrays["token_embedder.embedding"] = np.zeros((48, 16), np.int32)
     with pytest.raises(errors.ModelError) as caught:
-        maxtext.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
+        maxtext_read.open_folder(saved(tmp_path, arrays), str(DATA / "llama-axis1"))
     told = [str(problem) for problem in caught.value.problems]
     assert [text.partition("items")[2] for text in told] == [
         ": holds no array 'decoder.layers.mlp.wo.kernel'",
@@ -278,17 +283,17 @@ def changed_config(tmp_path, name: str, **changes) -> str:
 def test_a_config_of_another_model_is_refused(tmp_path, name, changes, message):
     folder = changed_config(tmp_path, name, **changes)
     if message is None:  # What is stored although it is tied is compared when it is loaded.
-        assert "lm_head.weight" in maxtext.open_folder(items(name), folder).shapes()
+        assert "lm_head.weight" in maxtext_read.open_folder(items(name), folder).shapes()
         return
     with pytest.raises(errors.ModelError, match=message):
-        maxtext.open_folder(items(name), folder)
+        maxtext_read.open_folder(items(name), folder)
 
 
 def test_a_table_may_have_more_rows_but_not_those_of_another_model(tmp_path):
     assert opened("gemma2").shapes()["model.embed_tokens.weight"] == (48, 16)
     arrays = stored("gemma2") | {"token_embedder.embedding": np.zeros((2000, 16), np.float32)}
     with pytest.raises(errors.ModelError, match=r"embedding: has shape \[2000, 16\]"):
-        maxtext.open_folder(saved(tmp_path, arrays), str(DATA / "gemma2"))
+        maxtext_read.open_folder(saved(tmp_path, arrays), str(DATA / "gemma2"))
 
 
 def test_a_scan_axis_that_cannot_be_told_is_refused(tmp_path):
@@ -299,7 +304,7 @@ def test_a_scan_axis_that_cannot_be_told_is_refused(tmp_path):
         if ".mlp." in name:
             arrays[name] = np.zeros((4, 4, 4), np.float32)
     with pytest.raises(errors.ModelError, match="fits scan axis 0 and 1") as caught:
-        maxtext.open_folder(saved(tmp_path, arrays), str(tmp_path))
+        maxtext_read.open_folder(saved(tmp_path, arrays), str(tmp_path))
     assert len(caught.value.problems) == 1
 
 
@@ -310,7 +315,7 @@ def copied(tmp_path, name: str) -> pathlib.Path:
 
 
 def read_all(folder: pathlib.Path, name: str) -> None:
-    read = maxtext.open_folder(str(folder), str(DATA / name))
+    read = maxtext_read.open_folder(str(folder), str(DATA / name))
     for tensor in read.shapes():
         read.read(tensor)
 
@@ -374,7 +379,7 @@ def test_a_model_of_the_sft_trainer_is_read_without_its_random_state(tmp_path):
     arrays["decoder.rngs.params.count.value"] = np.zeros((), np.uint32)
     with ocp.PyTreeCheckpointer() as writer:
         writer.save(tmp_path / "1" / "model_params", trees.unflatten(arrays))
-    read = maxtext.open_folder(maxtext_folder.find(str(tmp_path)), str(DATA / "llama-axis1"))
+    read = maxtext_read.open_folder(maxtext_folder.find(str(tmp_path)), str(DATA / "llama-axis1"))
     names = list(read.shapes())
     assert source.identify(read, names) == source.identify(opened("llama-axis1"), names)
 
@@ -455,29 +460,29 @@ def test_text_continues_as_maxtext_would(tmp_path, hf_folder):
 def test_what_is_missing_or_too_much_is_said(tmp_path, hf_folder):
     path = str(DATA / "llama-axis0")
     with pytest.raises(errors.ModelError, match="is a MaxText checkpoint, which holds neither"):
-        run_model.open_model(path)
+        open_model.open_model(path)
     with pytest.raises(errors.ModelError, match="hf_folder = .*: is only for a MaxText checkpoint"):
-        run_model.open_model("tiny", hf_folder=hf_folder)
+        open_model.open_model("tiny", hf_folder=hf_folder)
     with pytest.raises(errors.ModelError, match="has no config.json; give the folder of"):
-        run_model.open_model(path, hf_folder=str(tmp_path))
+        open_model.open_model(path, hf_folder=str(tmp_path))
     assert estimate.open_config(path, hf_folder) == opened_config("llama-axis0")
     with pytest.raises(errors.ModelError, match="holds adapters without their base; give it as"):
-        run_model.open_model(str(DATA / "llama-adapters"), hf_folder=hf_folder)
+        open_model.open_model(str(DATA / "llama-adapters"), hf_folder=hf_folder)
 
 
 def test_what_adapters_lack_is_said(tmp_path):
     config = opened_config("llama-adapters")
     with pytest.raises(errors.ModelError, match="whose adapters are nothing without their base"):
-        artefact.open_adapter(str(DATA / "llama-adapters"))
+        convert.open_adapter(str(DATA / "llama-adapters"))
     with pytest.raises(errors.ModelError, match="does not say its lora_alpha; start a run from it"):
-        artefact.open_adapter(str(DATA / "llama-adapters-sft"), config)
+        convert.open_adapter(str(DATA / "llama-adapters-sft"), config)
     with pytest.raises(errors.ModelError, match="items: holds no adapters"):
-        artefact.open_adapter(str(DATA / "llama-axis0"), config)
+        convert.open_adapter(str(DATA / "llama-axis0"), config)
     arrays = stored("llama-adapters")
     del arrays["decoder.layers.mlp.wo.kernel_lora_b"]
     arrays["decoder.layers.mlp.gate.kernel_lora_a"] = np.zeros((3, 16, 3), np.float32)
     with pytest.raises(errors.ModelError) as caught:
-        artefact.open_adapter(saved(tmp_path / "half", arrays), config)
+        convert.open_adapter(saved(tmp_path / "half", arrays), config)
     assert [problem.what for problem in caught.value.problems] == [
         "holds no array 'decoder.layers.mlp.wo.kernel_lora_b'",
         "holds an array 'decoder.layers.mlp.gate.kernel_lora_a' that is of no linear module of "
@@ -486,7 +491,7 @@ def test_what_adapters_lack_is_said(tmp_path):
     arrays = stored("llama-adapters")
     arrays["decoder.layers.mlp.wo.kernel_lora_b"] = np.zeros((3, 4, 16), np.float32)
     with pytest.raises(errors.ModelError, match=r"wo.kernel_lora_b: has shape \[3, 4, 16\], but"):
-        artefact.open_adapter(saved(tmp_path / "shape", arrays), config)
+        convert.open_adapter(saved(tmp_path / "shape", arrays), config)
     for notes, message in (
         ({"lora_rank": 4, "lora_alpha": 6.0}, "lora_rank = 4: is not the rank 3 of the arrays"),
         ({"lora_rank": 3, "lora_alpha": 0.0}, "lora_alpha = 0.0: scales the adapters to nothing"),
@@ -494,4 +499,4 @@ def test_what_adapters_lack_is_said(tmp_path):
         folder = tmp_path / str(notes["lora_rank"])
         path = saved(folder, stored("llama-adapters"), {"lora": notes})
         with pytest.raises(errors.ModelError, match=message):
-            artefact.open_adapter(path, config)
+            convert.open_adapter(path, config)

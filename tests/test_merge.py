@@ -14,12 +14,16 @@ import safetensors.numpy
 import test_artefact
 import tiny
 
-from purelora import adapters as adapters_command
-from purelora import arithmetic, artefact, errors, merge, quant, specs
-from purelora import tree as trees
-from purelora.io import builtin, peft
-from purelora.io import load as weights
+from purelora.commands import adapters as adapters_command
+from purelora.commands import merge
+from purelora.core import errors, trees
+from purelora.interop import builtin
+from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
+from purelora.ops import quant
+from purelora.sharding import specs
+from purelora.weights import load as weights_load
 
 FEATURES = test_artefact.FEATURES | test_artefact.UNTIED
 
@@ -59,9 +63,9 @@ class Base:
         settings = tiny.lora_config(**FEATURES[name] | changes)
         m = self.model.adapted(settings)
         leaves = test_artefact.trained(m, loaded(str(self.path))[1])
-        known = artefact.record(m, settings, str(self.path))
-        adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
-        peft.write(str(folder), adapter)
+        known = convert.record(m, settings, str(self.path))
+        adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+        peft_files.write(str(folder), adapter)
         return str(folder)
 
 
@@ -76,7 +80,7 @@ def loaded(path: str) -> tuple[causal_lm.CausalLM, trees.Tree]:
     model = causal_lm.from_hf(opened.source.config, path, dtype="float32")
     mesh = tiny.mesh()
     placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
-    return model, weights.load(opened.source, model, model.infos, placed).tree
+    return model, weights_load.load(opened.source, model, model.infos, placed).tree
 
 
 def logits(model: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np.ndarray:
@@ -88,7 +92,7 @@ def logits(model: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -
 
 def adapted_logits(base: Base, adapter: str) -> np.ndarray:
     model, tree = loaded(str(base.path))
-    found = artefact.attach(artefact.open_adapter(adapter), model, base_fingerprint=None)
+    found = convert.attach(convert.open_adapter(adapter), model, base_fingerprint=None)
     return logits(found.model, found.trainable, tree)
 
 
@@ -134,7 +138,7 @@ def test_report_says_what_a_narrow_dtype_keeps(bases, tmp_path, capsys):
     assert "more than half of the update is rounding" in capsys.readouterr().out
     rows = json.loads((out / merge.REPORT).read_text())
     name = rows[0]["module"]
-    found = artefact.open_adapter(adapter).modules[name]
+    found = convert.open_adapter(adapter).modules[name]
     own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{name}.weight"]
     delta = np.float32(1e-5) * (found["lora_B"] @ found["lora_A"])
     to_bf16 = lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16).astype(jnp.float32))  # noqa: E731
@@ -158,7 +162,7 @@ def test_onto_the_dequantised_base(bases, tmp_path, qtype):
     rounded = trees.map_leaves(
         lambda w, like: w if not hasattr(like, "qvalue") else quant.quantise(w, like), tree, infos
     )
-    found = artefact.attach(artefact.open_adapter(adapter), model, base_fingerprint=None)
+    found = convert.attach(convert.open_adapter(adapter), model, base_fingerprint=None)
     want = logits(found.model, found.trainable, rounded)
     got = logits(model, {}, loaded(str(out))[1])
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-5 * np.abs(want).max())
@@ -166,10 +170,10 @@ def test_onto_the_dequantised_base(bases, tmp_path, qtype):
     assert np.abs(want - plain).max() > 1e-3 * np.abs(plain).max()
 
 
-def deltas(base: Base, adapter: peft.Adapter) -> dict[str, np.ndarray]:
+def deltas(base: Base, adapter: peft_files.Adapter) -> dict[str, np.ndarray]:
     own = safetensors.numpy.load_file(base.path / "model.safetensors")
     zero = {name: np.zeros_like(own[f"{name}.weight"]) for name in adapter.modules}
-    return {n: arithmetic.updated(adapter, n, "weight", z) for n, z in zero.items()}
+    return {n: algebra.updated(adapter, n, "weight", z) for n, z in zero.items()}
 
 
 OPERATIONS = {
@@ -189,7 +193,7 @@ def test_sums_of_adapters_are_sums_of_updates(bases, tmp_path, op):
     out = str(tmp_path / "sum")
     arguments = [f"--op={op}", f"--adapter={one}", f"--adapter={two}", f"--output={out}", *extra]
     assert adapters_command.main(arguments) == 0
-    first, second, got = (deltas(base, artefact.open_adapter(p)) for p in (one, two, out))
+    first, second, got = (deltas(base, convert.open_adapter(p)) for p in (one, two, out))
     assert got.keys() == first.keys() | second.keys()
     for name, delta in got.items():
         want = w1 * first.get(name, 0) + w2 * second.get(name, 0)
@@ -204,7 +208,7 @@ def test_scale_keeps_the_rank_and_truncation_is_the_nearest(bases, tmp_path):
     assert adapters_command.main(["--op=scale", *options]) == 0
     options = [f"--adapter={one}", "--r=2", f"--output={small}"]
     assert adapters_command.main(["--op=truncate", *options]) == 0
-    before, three, two = (artefact.open_adapter(path) for path in (one, scaled, small))
+    before, three, two = (convert.open_adapter(path) for path in (one, scaled, small))
     assert three.config.rank_pattern == before.config.rank_pattern
     wide, times, low = (deltas(base, adapter) for adapter in (before, three, two))
     for name, delta in wide.items():
@@ -227,9 +231,9 @@ def test_sums_refuse_what_is_no_linear_update(bases, tmp_path, name):
 def test_merging_refuses_another_base(bases, tmp_path):
     base = bases[False]
     path = base.adapter(tmp_path / "one", "plain")
-    adapter = artefact.open_adapter(path)
-    peft.write(
-        str(tmp_path / "marked"), peft.Adapter("x", adapter.config, adapter.modules, "a" * 64)
+    adapter = convert.open_adapter(path)
+    peft_files.write(
+        str(tmp_path / "marked"), peft_files.Adapter("x", adapter.config, adapter.modules, "a" * 64)
     )
     arguments = [f"--adapter={tmp_path / 'marked'}", f"--output={tmp_path / 'out'}"]
     with pytest.raises(errors.ModelError, match="was trained on another base"):
@@ -245,9 +249,9 @@ def test_gguf_output_and_its_report(tmp_path, dtype):
     settings = tiny.lora_config(target_modules=("q_proj",), modules_to_save=("norm",))
     m = model.adapted(settings)
     leaves = test_artefact.trained(m, tree)
-    known = artefact.record(m, settings, str(tmp_path / "base.gguf"))
-    adapter = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
-    peft.write(str(tmp_path / "adapter"), adapter)
+    known = convert.record(m, settings, str(tmp_path / "base.gguf"))
+    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    peft_files.write(str(tmp_path / "adapter"), adapter)
     out = tmp_path / "merged.gguf"
     options = [f"--adapter={tmp_path / 'adapter'}", f"--output={out}", f"--dtype={dtype}"]
     form = merge.output_form(merge.Options(output=str(out), dtype=dtype), {})
@@ -351,11 +355,11 @@ def with_copy(
     base: Base, folder: pathlib.Path, name: str, change: float, copied: str = "lm_head"
 ) -> str:
     """An adapter with a copy of a weight of the base beside it, as PEFT stores it."""
-    adapter = artefact.open_adapter(base.adapter(folder / f"{name} bare", "head"))
+    adapter = convert.open_adapter(base.adapter(folder / f"{name} bare", "head"))
     own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{copied}.weight"]
     own[3, 2] += change
     modules = {**adapter.modules, copied: {**adapter.modules[copied], "base_weight": own}}
-    peft.write(str(folder / name), dataclasses.replace(adapter, modules=modules))
+    peft_files.write(str(folder / name), dataclasses.replace(adapter, modules=modules))
     return str(folder / name)
 
 
@@ -369,7 +373,7 @@ def test_merge_compares_copies_of_the_base_with_the_base(bases, tmp_path):
 
 def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
     base = bases[False]
-    adapter = artefact.open_adapter(base.adapter(tmp_path / "a", "plain"))
+    adapter = convert.open_adapter(base.adapter(tmp_path / "a", "plain"))
     opened = builtin.open_model(str(base.path))
     form = merge.output_form(merge.Options(output="x"), opened.source.config)
     merged = merge.Merged(
@@ -386,19 +390,19 @@ def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
 
 def resized(path: str, folder: pathlib.Path, module: str, columns: int) -> str:
     """The adapter with another number of inputs of one module."""
-    adapter = artefact.open_adapter(path)
+    adapter = convert.open_adapter(path)
     kinds = dict(adapter.modules[module])
     kinds["lora_A"] = np.zeros((kinds["lora_A"].shape[0], columns), np.float32)
-    peft.write(
+    peft_files.write(
         str(folder), dataclasses.replace(adapter, modules={**adapter.modules, module: kinds})
     )
     return str(folder)
 
 
-def summed(*paths: str, out: pathlib.Path, extra: tuple[str, ...] = ()) -> peft.Adapter:
+def summed(*paths: str, out: pathlib.Path, extra: tuple[str, ...] = ()) -> peft_files.Adapter:
     adapters = [f"--adapter={path}" for path in paths]
     assert adapters_command.main(["--op=add", *adapters, f"--output={out}", *extra]) == 0
-    return artefact.open_adapter(str(out))
+    return convert.open_adapter(str(out))
 
 
 def test_sums_of_other_sizes_are_refused_by_module_and_shapes(bases, tmp_path):
@@ -413,8 +417,8 @@ def test_sums_of_other_sizes_are_refused_by_module_and_shapes(bases, tmp_path):
 
 
 def stating(path: str, folder: pathlib.Path, fingerprint: str | None) -> str:
-    adapter = artefact.open_adapter(path)
-    peft.write(str(folder), dataclasses.replace(adapter, base_fingerprint=fingerprint))
+    adapter = convert.open_adapter(path)
+    peft_files.write(str(folder), dataclasses.replace(adapter, base_fingerprint=fingerprint))
     return str(folder)
 
 
@@ -436,7 +440,7 @@ def test_copies_of_the_base_are_kept_by_every_operation(bases, tmp_path):
         with_copy(base, tmp_path, n, c) for n, c in (("a", 0), ("b", 0), ("c", 0.01))
     )
     bare = str(tmp_path / "a bare")
-    want = artefact.open_adapter(same).modules["lm_head"]["base_weight"]
+    want = convert.open_adapter(same).modules["lm_head"]["base_weight"]
     outs = [
         summed(same, twin, out=tmp_path / "sum"),
         summed(bare, same, out=tmp_path / "with bare"),
@@ -445,7 +449,7 @@ def test_copies_of_the_base_are_kept_by_every_operation(bases, tmp_path):
     for op in (["--op=scale", "--factor=2"], ["--op=truncate", "--r=2"]):
         out = str(tmp_path / op[0])
         assert adapters_command.main([*op, f"--adapter={same}", f"--output={out}"]) == 0
-        outs.append(artefact.open_adapter(out))
+        outs.append(convert.open_adapter(out))
     for out in outs:
         np.testing.assert_array_equal(out.modules["lm_head"]["base_weight"], want)
     message = r"c: lm_head: holds a copy of the base's weight that is not that of .*a"

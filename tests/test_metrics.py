@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import pytest
 
-from purelora import errors, metrics
+from purelora.core import errors
+from purelora.training import metrics
 
 
 def _train(step: int, **changes: Any) -> metrics.TrainRecord:

@@ -15,9 +15,13 @@ import pytest
 import tiny
 from tiny import Case
 
-from purelora import cli, errors, grouped, params, plan, quant, step
-from purelora import tree as trees
-from purelora.models import layers, moe
+from purelora.config import command_line
+from purelora.core import errors, trees
+from purelora.core.batch import Batch
+from purelora.models import layers, moe, params
+from purelora.ops import grouped_matmul, quant
+from purelora.sharding import parallel
+from purelora.training import plan as plans
 
 TINY = f"--config={pathlib.Path(__file__).parent.parent}/configs/tiny.py"
 
@@ -50,9 +54,9 @@ def _rows(name: str, width: int = 6):
 @pytest.mark.parametrize("name", GROUPINGS)
 def test_sorted_rows_come_back_and_tiles_have_one_group(name):
     ids, x, count, tile = _rows(name)
-    groups = jax.jit(grouped.group, static_argnums=(1, 2))(ids, count, tile)
+    groups = jax.jit(grouped_matmul.group, static_argnums=(1, 2))(ids, count, tile)
     is_in = (np.asarray(ids) >= 0) & (np.asarray(ids) < count)
-    back = grouped.collect(grouped.dispatch(x, groups), groups)
+    back = grouped_matmul.collect(grouped_matmul.dispatch(x, groups), groups)
     np.testing.assert_array_equal(back, np.where(is_in[:, None], x, 0))
     tiles = np.asarray(groups.sources_R).reshape(-1, groups.tile)
     for number, sources in enumerate(tiles):
@@ -75,10 +79,10 @@ def test_products_and_gradients_are_those_of_each_row_by_itself(name, contractin
     matrices = matrices if contracting == -2 else matrices.swapaxes(1, 2)
 
     def ours(x):
-        groups = grouped.group(ids, count, tile)
-        rows = grouped.dispatch(x, groups)
-        y = grouped.frozen_dot(rows, weight, groups, params.whole, contracting)
-        return grouped.collect(y, groups)
+        groups = grouped_matmul.group(ids, count, tile)
+        rows = grouped_matmul.dispatch(x, groups)
+        y = grouped_matmul.frozen_dot(rows, weight, groups, parallel.whole, contracting)
+        return grouped_matmul.collect(y, groups)
 
     def theirs(x):
         picked = matrices[np.clip(ids, 0, count - 1)]
@@ -94,9 +98,9 @@ def test_gradients_of_the_matrices(name):
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(count, 6, 5)), jnp.float32)
 
     def ours(x, weight):
-        groups = grouped.group(ids, count, tile)
-        y = grouped.dot(grouped.dispatch(x, groups), weight, groups)
-        return grouped.collect(y, groups)
+        groups = grouped_matmul.group(ids, count, tile)
+        y = grouped_matmul.dot(grouped_matmul.dispatch(x, groups), weight, groups)
+        return grouped_matmul.collect(y, groups)
 
     def theirs(x, weight):
         went = (ids[:, None] == jnp.arange(count)[None]).astype(jnp.float32)
@@ -113,9 +117,11 @@ def test_adapters_of_the_groups(name):
     b = jnp.asarray(rng.normal(size=(count, 2, 5)), jnp.float32)
 
     def ours(x, a, b):
-        groups = grouped.group(ids, count, tile)
-        rows = grouped.dispatch(x, groups)
-        return grouped.collect(grouped.delta(rows, a, b, jnp.float32(0.5), groups), groups)
+        groups = grouped_matmul.group(ids, count, tile)
+        rows = grouped_matmul.dispatch(x, groups)
+        return grouped_matmul.collect(
+            grouped_matmul.delta(rows, a, b, jnp.float32(0.5), groups), groups
+        )
 
     def theirs(x, a, b):
         went = (ids[:, None] == jnp.arange(count)[None]).astype(jnp.float32)
@@ -131,13 +137,13 @@ def test_values_of_the_groups(name):
     values = jnp.asarray(np.random.default_rng(1).normal(size=(count, 6)), jnp.float32)
 
     def ours(values):
-        groups = grouped.group(ids, count, tile)
-        return grouped.of_groups(values, groups) + grouped.dispatch(x, groups)
+        groups = grouped_matmul.group(ids, count, tile)
+        return grouped_matmul.of_groups(values, groups) + grouped_matmul.dispatch(x, groups)
 
     def theirs(values):
-        groups = grouped.group(ids, count, tile)
+        groups = grouped_matmul.group(ids, count, tile)
         picked = values[jnp.clip(ids, 0, count - 1)]
-        return grouped.dispatch(x + picked, groups)
+        return grouped_matmul.dispatch(x + picked, groups)
 
     _assert_same_function(ours, theirs, values)
 
@@ -154,9 +160,9 @@ def _assert_same_function(ours, theirs, *arguments) -> None:
 def test_the_arithmetic_is_little_more_than_that_of_the_routed_rows():
     """Counted for 16 experts, where `lax.ragged_dot` costs over 16 times as much on a CPU."""
     rows, count, width = 4096, 16, 64
-    tile = grouped.tile_size(rows, count)
+    tile = grouped_matmul.tile_size(rows, count)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, count, rows), jnp.int32)
-    groups = grouped.group(ids, count, tile)
+    groups = grouped_matmul.group(ids, count, tile)
     x = jax.ShapeDtypeStruct((groups.sources_R.shape[0], width), jnp.float32)
     weight = jax.ShapeDtypeStruct((count, width, width), jnp.float32)
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), groups)
@@ -165,7 +171,7 @@ def test_the_arithmetic_is_little_more_than_that_of_the_routed_rows():
         return jax.jit(function).lower(x, weight, like).compile().cost_analysis()["flops"]
 
     # The analysis counts the body of a loop once.
-    once = cost(lambda x, w, g: grouped.frozen_dot(x, w, g, params.whole))
+    once = cost(lambda x, w, g: grouped_matmul.frozen_dot(x, w, g, parallel.whole))
     routed = 2 * rows * width * width
     assert once * int(groups.in_use) < 1.3 * routed
     dense = cost(lambda x, w, g: jax.lax.ragged_dot(x, w, g.sizes_G))
@@ -204,7 +210,7 @@ MORE_CASES = (
 )  # fmt: skip
 
 
-def expected(case: Case, batch: step.Batch):
+def expected(case: Case, batch: Batch):
     """Sums of the losses, and the gradient of what is differentiated."""
     trainer = tiny.trainer(case)
     base = jax.tree.map(jnp.asarray, plain.dequantised(jax.device_get(trainer.base)))
@@ -313,10 +319,10 @@ def test_balance_is_least_when_all_experts_are_used_alike():
 # ---- planning ----------------------------------------------------------------------------------
 
 
-def planned(family: str, **options) -> plan.Plan:
+def planned(family: str, **options) -> plans.Plan:
     flags = [f"--config.{name}={value}" for name, value in ({"batch_size": 16} | options).items()]
-    settings = cli.parse([TINY, "--config.workdir=runs/x", *flags], flags=()).config
-    return plan.make(settings, tiny.hf_config(family), "config.json", jax.devices())
+    settings = command_line.parse([TINY, "--config.workdir=runs/x", *flags], flags=()).config
+    return plans.make(settings, tiny.hf_config(family), "config.json", jax.devices())
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,13 @@ import test_storage
 import test_train
 import tiny
 
-from purelora import checkpoint, cli, distributed, errors, launch, links, train
-from purelora.io import builtin, source
+from purelora.checkpoint import store
+from purelora.commands import entry, launch, train
+from purelora.core import errors
+from purelora.formats import source
+from purelora.interop import builtin
 from purelora.models import causal_lm
+from purelora.multihost import failure_detection, runtime
 
 REPO = pathlib.Path(__file__).parent.parent
 DEVICES = 8
@@ -140,7 +144,7 @@ def _records(workdir: pathlib.Path, kind: str) -> list[dict]:
 
 
 def _leaves(workdir: pathlib.Path, item: str = "state") -> dict[str, np.ndarray]:
-    found, step = checkpoint.find(workdir)
+    found, step = store.find(workdir)
     return found.leaves(step, item)
 
 
@@ -168,7 +172,7 @@ def _assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
 def test_two_processes_train_as_one(single, unbroken):
     workdir, _ = unbroken
     _assert_same_run(single, workdir)
-    metas = [found.meta(step) for found, step in map(checkpoint.find, (single, workdir))]
+    metas = [found.meta(step) for found, step in map(store.find, (single, workdir))]
     for name in ("base_fingerprint", "data_fingerprint"):
         assert metas[0][name] == metas[1][name]
     # Codes and scales are the very same bits: what was read in parts is what was read whole.
@@ -457,14 +461,14 @@ ADDRESS = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROC
 
 def test_arguments_and_the_environment_say_the_same():
     flags = ["--coordinator_address=a:1", "--num_processes", "2", "--config=x", "--process-id=1"]
-    options, rest = cli.processes(flags)
+    options, rest = entry.processes(flags)
     assert rest == ["--config=x"] and options.is_one_of_several
     assert options.completed({}) == options
-    assert cli.processes([])[0].completed(ADDRESS) == options
-    assert cli.processes(["--process_id=0"])[0].completed(ADDRESS).process_id == 0
-    alone = cli.processes(["--heartbeat_timeout_seconds=9"])[0].completed({})
+    assert entry.processes([])[0].completed(ADDRESS) == options
+    assert entry.processes(["--process_id=0"])[0].completed(ADDRESS).process_id == 0
+    alone = entry.processes(["--heartbeat_timeout_seconds=9"])[0].completed({})
     assert not alone.is_one_of_several
-    assert cli.processes(["--distributed"])[0].completed({}).is_one_of_several
+    assert entry.processes(["--distributed"])[0].completed({}).is_one_of_several
 
 
 @pytest.mark.parametrize(
@@ -484,7 +488,7 @@ def test_arguments_and_the_environment_say_the_same():
 )
 def test_arguments_that_do_not_go_together(flags, environment, message):
     with pytest.raises(errors.ConfigError) as caught:
-        cli.processes(flags)[0].completed(environment)
+        entry.processes(flags)[0].completed(environment)
     assert message in str(caught.value)
 
 
@@ -576,24 +580,24 @@ def test_a_process_that_waits_for_others_says_so_and_ends(index, told):
 
 def test_of_texts_that_differ_the_line_is_told(monkeypatch):
     texts = ["lora.r 8\nseed 0", "lora.r 8\nseed 1"]
-    monkeypatch.setattr(distributed, "gathered", lambda name, text: texts)
+    monkeypatch.setattr(runtime, "gathered", lambda name, text: texts)
     with pytest.raises(errors.ConfigError, match="is 'seed 1' in process 1 and 'seed 0' in proc"):
-        distributed.check_equal("arguments", texts[0])
+        runtime.check_equal("arguments", texts[0])
     with pytest.raises(errors.ConfigError, match="is None in process 0 and 'more' in process 0"):
-        distributed.check_equal("arguments", f"{texts[0]}\nmore")
+        runtime.check_equal("arguments", f"{texts[0]}\nmore")
 
 
 def test_votes_are_known_one_exchange_late():
-    votes = distributed.Votes(2)
+    votes = runtime.Votes(2)
     given = [(3, 1), (0, 2), (0, 0)]
     assert [votes.exchange(own) for own in given] == [(0, 0), *given[:2]]
 
 
 def test_a_process_that_does_not_connect(monkeypatch):
-    monkeypatch.setattr(links, "_CONNECT_SECS", 0.1)
+    monkeypatch.setattr(failure_detection, "_CONNECT_SECS", 0.1)
     client = types.SimpleNamespace(key_value_set=lambda key, value: None)
     with pytest.raises(errors.ConfigError, match="does not let all of the 2 processes connect"):
-        links.join(client, 0, 2, host="127.0.0.1", wait_msecs=1)
+        failure_detection.join(client, 0, 2, host="127.0.0.1", wait_msecs=1)
 
 
 @pytest.mark.slow

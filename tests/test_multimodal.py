@@ -11,10 +11,16 @@ import pytest
 import test_merge
 import tiny
 
-from purelora import artefact, assembly, cli, errors, merge, plan
-from purelora import tree as trees
-from purelora.io import builtin, peft, safetensors_file
+from purelora.commands import merge
+from purelora.config import command_line
+from purelora.core import errors, trees
+from purelora.formats import safetensors_file
+from purelora.interop import builtin
+from purelora.interop.peft import convert
+from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
+from purelora.training import plan as plans
+from purelora.training import setup
 
 VISION = {"model.vision_tower.layers.0.self_attn.k_proj.weight": (4, 3),
           "model.multi_modal_projector.norm.weight": (5,)}  # fmt: skip
@@ -74,9 +80,9 @@ def test_merged_keeps_names_and_all_that_is_beside(module, tmp_path, capsys):
     settings = tiny.lora_config(target_modules=(module,))
     m = plain.adapted(settings)
     leaves = {path: np.asarray(leaf) for path, leaf in trees.flatten(tiny.adapters(m)).items()}
-    known = artefact.record(m, settings, str(tmp_path / "base"))
-    made = artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
-    peft.write(str(tmp_path / "adapter"), made)
+    known = convert.record(m, settings, str(tmp_path / "base"))
+    made = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    peft_files.write(str(tmp_path / "adapter"), made)
     out = tmp_path / "merged"
     assert merge.main([f"--adapter={tmp_path / 'adapter'}", f"--output={out}"]) == 0
     assert "2 tensors beside the text model are kept" in capsys.readouterr().out
@@ -98,10 +104,10 @@ def test_merged_keeps_names_and_all_that_is_beside(module, tmp_path, capsys):
 def test_what_is_left_out_is_said(tmp_path):
     folder(tmp_path / "base", nested(), beside=VISION)
     said = []
-    settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+    settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     opened = builtin.open_model(str(tmp_path / "base"))
-    made = plan.make(settings, opened.source.config, "config.json", jax.devices()[:1])
-    assembly.load_weights(opened, made, said.append, None)
+    made = plans.make(settings, opened.source.config, "config.json", jax.devices()[:1])
+    setup.load_weights(opened, made, said.append, None)
     assert said[0].startswith("left out: 2 tensors that the text model does not use (model.")
 
 

@@ -10,8 +10,9 @@ import test_families_reference as reference
 import tiny
 from test_families_reference import LENGTH, their_logits
 
-from purelora import merge
-from purelora.io import builtin, safetensors_file
+from purelora.commands import merge
+from purelora.formats import safetensors_file
+from purelora.interop import builtin
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch")

@@ -12,10 +12,13 @@ import safetensors.numpy
 import test_storage
 import tiny
 
-from purelora import errors, merge
-from purelora import tree as trees
-from purelora.io import builtin, hf, hf_write, load, mxfp4, source
+from purelora.commands import merge
+from purelora.core import errors, trees
+from purelora.formats import mxfp4, source
+from purelora.interop import builtin
 from purelora.models import causal_lm
+from purelora.weights import hf_folder, hf_write
+from purelora.weights import load as weights_load
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64}
 QUANTISED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
@@ -96,8 +99,8 @@ def tensors() -> dict[str, np.ndarray]:
 def test_a_packed_folder_is_the_folder_of_its_values(tensors, tmp_path):
     """Shapes, values, parts, the loaded base and its fingerprint; and what merge writes of it."""
     floats = unpacked(tensors)
-    one = hf.open_folder(folder(tmp_path / "packed", tensors, **QUANTISED))
-    other = hf.open_folder(folder(tmp_path / "floats", floats))
+    one = hf_folder.open_folder(folder(tmp_path / "packed", tensors, **QUANTISED))
+    other = hf_folder.open_folder(folder(tmp_path / "floats", floats))
     assert one.shapes() == other.shapes() == {n: a.shape for n, a in floats.items()}
     for name, array in floats.items():
         np.testing.assert_array_equal(one.read(name).array, array, err_msg=name)
@@ -109,7 +112,7 @@ def test_a_packed_folder_is_the_folder_of_its_values(tensors, tmp_path):
     for opened in (one, other):
         m = causal_lm.from_hf(opened.config, "config.json", dtype="float32")
         placed = test_storage.shardings(m, m.infos, tiny.mesh(), None)
-        loaded.append(load.load(opened, m, m.infos, placed))
+        loaded.append(weights_load.load(opened, m, m.infos, placed))
     chex.assert_trees_all_equal(loaded[0].tree, loaded[1].tree)
     assert loaded[0].fingerprint == loaded[1].fingerprint
 
@@ -119,7 +122,7 @@ def test_a_packed_folder_is_the_folder_of_its_values(tensors, tmp_path):
     hf_write.write_folder(
         str(tmp_path / "out"), merged.config(), merged.tensors(), companions=files
     )
-    written = hf.open_folder(str(tmp_path / "out"))
+    written = hf_folder.open_folder(str(tmp_path / "out"))
     assert "quantization_config" not in written.config and not written.packed
     assert source.identify(written, floats) == source.identify(other, floats)
 
@@ -141,7 +144,7 @@ def test_one_expert_is_read_at_a_time(tensors):
     m = tiny.model("gpt_oss", num_hidden_layers=2, layer_types=None, **SIZES)
     floats = unpacked(tensors)
     placed = test_storage.shardings(m, m.infos, tiny.mesh(), None)
-    found = load.load(Watched("memory", {}, floats, "known"), m, m.infos, placed)
+    found = weights_load.load(Watched("memory", {}, floats, "known"), m, m.infos, placed)
     leaf = np.asarray(trees.flatten(found.tree)["layers.mlp.experts.up_proj.weight"])
     wanted = floats["model.layers.1.mlp.experts.gate_up_proj"][3, :, 1::2]
     np.testing.assert_array_equal(leaf[1, 3], wanted.astype(np.float32))
@@ -152,23 +155,23 @@ def test_what_is_not_whole_or_of_another_family_is_named(tensors, tmp_path):
     name = "model.layers.0.mlp.experts.down_proj"
     short = {**tensors, f"{name}_scales": tensors[f"{name}_scales"][:, :-1]}
     with pytest.raises(errors.ModelError, match=rf"{name}_blocks: is U8 .* which is not mxfp4"):
-        hf.open_folder(folder(tmp_path / "short", short, **QUANTISED))
+        hf_folder.open_folder(folder(tmp_path / "short", short, **QUANTISED))
     gone = {n: array for n, array in tensors.items() if n != f"{name}_scales"}
-    opened = hf.open_folder(folder(tmp_path / "gone", gone, **QUANTISED))
+    opened = hf_folder.open_folder(folder(tmp_path / "gone", gone, **QUANTISED))
     m = causal_lm.from_hf(opened.config, "config.json", dtype="float32")
     placed = test_storage.shardings(m, m.infos, tiny.mesh(), None)
     with pytest.raises(errors.ModelError, match=rf"holds no tensor '{name}'"):
-        load.load(opened, m, m.infos, placed)
+        weights_load.load(opened, m, m.infos, placed)
     other = QUANTISED | {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(errors.ModelError, match=r"quantization_config = 'mxfp4': the weights are"):
-        hf.open_folder(folder(tmp_path / "llama", tensors, **other))
+        hf_folder.open_folder(folder(tmp_path / "llama", tensors, **other))
     awq = {"quantization_config": {"quant_method": "awq"}}
     with pytest.raises(errors.ModelError, match=r"quantization_config = 'awq': the weights are"):
-        hf.open_folder(folder(tmp_path / "awq", tensors, **awq))
+        hf_folder.open_folder(folder(tmp_path / "awq", tensors, **awq))
     broken = {**tensors, f"{name}_scales": np.full_like(tensors[f"{name}_scales"], 255)}
-    opened = hf.open_folder(folder(tmp_path / "broken", broken, **QUANTISED))
+    opened = hf_folder.open_folder(folder(tmp_path / "broken", broken, **QUANTISED))
     with pytest.raises(errors.ModelError, match=rf"{name}: holds values that are not finite"):
-        load.load(opened, m, m.infos, placed)
+        weights_load.load(opened, m, m.infos, placed)
 
 
 @pytest.mark.reference

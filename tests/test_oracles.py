@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import generate, quant, specs
-from purelora import tree as trees
-from purelora.io import builtin, load
-from purelora.models import causal_lm
+from purelora.core import trees
+from purelora.interop import builtin
+from purelora.models import causal_lm, decode
+from purelora.ops import quant
+from purelora.sharding import specs
+from purelora.weights import load as weights_load
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
 ORACLE = json.loads((ORACLES / "smollm2_135m.json").read_text())
@@ -30,7 +32,7 @@ def smollm2(qtype: str, tile_size: int | None):
     )
     mesh = specs.make_mesh(1, 1, jax.devices()[:1])
     placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
-    return model, load.load(opened.source, model, infos, placed).tree, opened.tokenizer
+    return model, weights_load.load(opened.source, model, infos, placed).tree, opened.tokenizer
 
 
 def logits(ids: list[int], qtype: str = "none", tile_size: int | None = None) -> np.ndarray:
@@ -75,7 +77,7 @@ def test_last_position_logits():
 @pytest.mark.parametrize("name", ["plain", "chat"])
 def test_twenty_greedy_ids_are_exact(name):
     model, base, _ = smollm2("none", None)
-    found = generate.complete(
+    found = decode.complete(
         model, {}, base, [ORACLE[name]["prompt_ids"]], end_ids=(), max_new_tokens=20,
         dtype=jnp.float32,
     )  # fmt: skip

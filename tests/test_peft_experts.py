@@ -16,9 +16,11 @@ import test_storage
 import tiny
 from test_expert_adapters import EXPERTS, lora_masked
 
-from purelora import arithmetic, artefact, errors, merge, targets
-from purelora import tree as trees
-from purelora.io import peft, peft_config
+from purelora.commands import merge
+from purelora.core import errors, trees
+from purelora.interop.peft import adapter_config, algebra, convert
+from purelora.interop.peft import files as peft_files
+from purelora.lora import targets
 from purelora.models import causal_lm
 
 FAMILY, VOCAB = "qwen3_moe", 259
@@ -45,49 +47,49 @@ def _quick_compiles():
         yield
 
 
-def adapted(name: str, seed: int = 9) -> tuple[causal_lm.CausalLM, Any, peft.Adapter]:
+def adapted(name: str, seed: int = 9) -> tuple[causal_lm.CausalLM, Any, peft_files.Adapter]:
     """A model, its adapters as if trained, and these as an artefact."""
     settings = tiny.lora_config(**SETTINGS[name])
     m = tiny.model(FAMILY, **SIZES).adapted(settings)
     leaves = lora_masked(tiny.noisy(tiny.adapters(m, fresh=True), seed=seed), m)
     host = {path: np.asarray(leaf) for path, leaf in trees.flatten(leaves).items()}
-    known = json.loads(json.dumps(artefact.record(m, settings, "base")))
-    return m, host, artefact.unrolled(host, known, path="run", base_fingerprint="f" * 64)
+    known = json.loads(json.dumps(convert.record(m, settings, "base")))
+    return m, host, convert.unrolled(host, known, path="run", base_fingerprint="f" * 64)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_out_and_in_changes_no_bit(name, tmp_path):
     m, host, adapter = adapted(name)
-    peft.write(str(tmp_path / "a"), adapter)
-    read = peft.read(str(tmp_path / "a"))
-    artefact.check_equal(read, adapter)
-    found = artefact.attach(read, tiny.model(FAMILY, **SIZES), base_fingerprint="f" * 64)
+    peft_files.write(str(tmp_path / "a"), adapter)
+    read = peft_files.read(str(tmp_path / "a"))
+    convert.check_equal(read, adapter)
+    found = convert.attach(read, tiny.model(FAMILY, **SIZES), base_fingerprint="f" * 64)
     chex.assert_trees_all_equal(trees.flatten(found.trainable), host)
-    assert not artefact.differences(found.model.adaptation, m.adaptation, "a")
+    assert not convert.differences(found.model.adaptation, m.adaptation, "a")
     # By the file's own words the parameters have the scalings of the matrices in them.
-    config = json.loads((tmp_path / "a" / peft.CONFIG).read_text())
-    own = peft_config.parse("", config).config
+    config = json.loads((tmp_path / "a" / peft_files.CONFIG).read_text())
+    own = adapter_config.parse("", config).config
     for path in m.adaptation.targets.keys() & set(EXPERTS):
         target = m.adaptation.targets[path]
         for module, scaling in zip(target.names, target.scalings, strict=True):
-            found_scaling = peft_config.scaling(own, targets.parameter_name(module))
+            found_scaling = adapter_config.scaling(own, targets.parameter_name(module))
             assert found_scaling == pytest.approx(scaling, rel=1e-12)
     # What was read is written again as the same file.
-    peft.write(str(tmp_path / "b"), read)
-    one, other = (safetensors.numpy.load_file(tmp_path / f / peft.WEIGHTS) for f in "ab")
+    peft_files.write(str(tmp_path / "b"), read)
+    one, other = (safetensors.numpy.load_file(tmp_path / f / peft_files.WEIGHTS) for f in "ab")
     chex.assert_trees_all_equal(one, other)
 
 
 def test_the_files_are_those_of_peft(tmp_path):
     """Keys, shapes and config as PEFT writes them; the factors by the formula that it uses."""
     m, host, adapter = adapted("all")
-    peft.write(str(tmp_path / "a"), adapter)
-    config = json.loads((tmp_path / "a" / peft.CONFIG).read_text())
+    peft_files.write(str(tmp_path / "a"), adapter)
+    config = json.loads((tmp_path / "a" / peft_files.CONFIG).read_text())
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert config["rank_pattern"] == {"experts.gate_up_proj": 8}
     assert config["alpha_pattern"] == {"experts.gate_up_proj": 16.0}
-    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft.WEIGHTS)
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft_files.WEIGHTS)
     around = "base_model.model.model.layers.1.mlp.experts"
     for key, paths, r in ((f"{around}.base_layer", EXPERTS[:2], 8), (around, EXPERTS[2:], 4)):
         a, b = (tensors[f"{key}.lora_{one}.weight"] for one in "AB")
@@ -113,8 +115,8 @@ def test_merged_is_adapted(base, tmp_path, capsys):
     """In either layout; the report has one line for all experts of a layer."""
     _, host, adapter = adapted("router")
     model, weights = test_merge.loaded(str(base))
-    attached = artefact.attach(adapter, model, base_fingerprint=None)
-    peft.write(str(tmp_path / "a"), dataclasses.replace(adapter, base_fingerprint=None))
+    attached = convert.attach(adapter, model, base_fingerprint=None)
+    peft_files.write(str(tmp_path / "a"), dataclasses.replace(adapter, base_fingerprint=None))
     out = tmp_path / "merged"
     arguments = [f"--adapter={tmp_path / 'a'}", f"--model={base}", f"--output={out}"]
     assert merge.main(arguments) == 0
@@ -134,31 +136,31 @@ def test_sums_and_lower_ranks_of_experts(tmp_path):
     m = tiny.model(FAMILY, **SIZES)
     adapters = [adapted(name, seed)[2] for name, seed in (("gate", 1), ("all", 2), ("router", 3))]
     weights = [0.5, 2.0, -1.0]
-    summed = arithmetic.summed(adapters, weights)
-    peft.write(str(tmp_path / "sum"), summed)
-    read = peft.read(str(tmp_path / "sum"))
-    artefact.check_equal(read, summed)
-    artefact.attach(read, m, base_fingerprint=None)
-    low = arithmetic.truncated(read, 30)
-    peft.write(str(tmp_path / "low"), low)
-    low = peft.read(str(tmp_path / "low"))
+    summed = algebra.summed(adapters, weights)
+    peft_files.write(str(tmp_path / "sum"), summed)
+    read = peft_files.read(str(tmp_path / "sum"))
+    convert.check_equal(read, summed)
+    convert.attach(read, m, base_fingerprint=None)
+    low = algebra.truncated(read, 30)
+    peft_files.write(str(tmp_path / "low"), low)
+    low = peft_files.read(str(tmp_path / "low"))
     for path, module in m.modules.items():
         if path in ("embed_tokens", "lm_head"):
             continue
         for name in module.names:
             zero = np.zeros(module.weight.file_shape, np.float32)
             wanted = sum(
-                w * arithmetic.updated(a, name, "weight", zero)
+                w * algebra.updated(a, name, "weight", zero)
                 for w, a in zip(weights, adapters, strict=True)
             )
             for found in (read, low):
-                got = arithmetic.updated(found, name, "weight", zero)
+                got = algebra.updated(found, name, "weight", zero)
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5, err_msg=name)
     few = {n: {k: a[:5] for k, a in kinds.items()} for n, kinds in adapters[0].modules.items()}
     smaller = dataclasses.replace(adapters[0], modules=few)
     message = r"adapts experts of \[5, 20, 32\], but in run it is experts of \[6, 20, 32\]"
     with pytest.raises(errors.ModelError, match=message):
-        arithmetic.summed([adapters[0], smaller], [1, 1])
+        algebra.summed([adapters[0], smaller], [1, 1])
 
 
 # ---- other layouts -----------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def older(folder: pathlib.Path, block: str, change=lambda tensors: None, **chang
 def test_one_adapter_for_each_expert(block, tmp_path):
     m = tiny.model("mixtral", num_hidden_layers=2)
     path = older(tmp_path / "a", block)
-    found = artefact.attach(artefact.open_adapter(path), m, base_fingerprint=None)
+    found = convert.attach(convert.open_adapter(path), m, base_fingerprint=None)
     leaves, tensors = trees.flatten(found.trainable), numbered(block, OLDER[block])
     for path_of, name in zip(EXPERTS, OLDER[block], strict=True):
         target = found.model.adaptation.targets[path_of]
@@ -216,10 +218,10 @@ def test_one_adapter_for_each_expert(block, tmp_path):
     router = found.model.adaptation.targets["layers.mlp.gate"]
     assert router.ranks == (2, 2) and router.scalings == (3, 3)
     # Written as today's PEFT has it, it is the same adapter.
-    peft.write(str(tmp_path / "b"), found.placed)
-    again = artefact.attach(artefact.open_adapter(str(tmp_path / "b")), m, base_fingerprint=None)
+    peft_files.write(str(tmp_path / "b"), found.placed)
+    again = convert.attach(convert.open_adapter(str(tmp_path / "b")), m, base_fingerprint=None)
     chex.assert_trees_all_equal(again.trainable, found.trainable)
-    assert not artefact.differences(again.model.adaptation, found.model.adaptation, "b")
+    assert not convert.differences(again.model.adaptation, found.model.adaptation, "b")
 
 
 def parameters(folder: pathlib.Path, change=lambda tensors: None, **changes: Any) -> str:
@@ -242,9 +244,9 @@ def parameters(folder: pathlib.Path, change=lambda tensors: None, **changes: Any
 def test_joined_matrices_share_what_is_not_in_blocks(tmp_path):
     m = tiny.model("mixtral", num_hidden_layers=1)
     path = parameters(tmp_path / "a")
-    adapter = artefact.open_adapter(path)
-    found = artefact.attach(adapter, m, base_fingerprint=None)
-    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft.WEIGHTS)
+    adapter = convert.open_adapter(path)
+    found = convert.attach(adapter, m, base_fingerprint=None)
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft_files.WEIGHTS)
     key = "base_model.model.model.layers.0.mlp.experts"
     for level, paths in ((".base_layer", EXPERTS[:2]), ("", EXPERTS[2:])):
         a, b = (tensors[f"{key}{level}.lora_{one}.weight"] for one in "AB")
@@ -261,8 +263,8 @@ def test_joined_matrices_share_what_is_not_in_blocks(tmp_path):
         tensors[b] = wide.reshape(2 * F, -1)
 
     both = {"rank_pattern": {"experts.gate_up_proj": 2 * R}, "lora_alpha": 8}
-    apart = artefact.open_adapter(parameters(tmp_path / "b", in_blocks, **both))
-    target = artefact.attach(apart, m, base_fingerprint=None).model.adaptation.targets[EXPERTS[1]]
+    apart = convert.open_adapter(parameters(tmp_path / "b", in_blocks, **both))
+    target = convert.attach(apart, m, base_fingerprint=None).model.adaptation.targets[EXPERTS[1]]
     assert target.ranks == (R,) and target.scalings == (8 / (2 * R),)
 
 
@@ -320,45 +322,45 @@ def test_what_is_not_whole_or_not_named_is_refused(make, change, changes, messag
         more["block"] = "block_sparse_moe"
     path = make(tmp_path / "a", **more, **changes)
     with pytest.raises(errors.ModelError) as caught:
-        peft.read(path)
+        peft_files.read(path)
     assert message in str(caught.value)
 
 
 def test_layers_that_are_named_must_be_there(tmp_path):
-    adapter = artefact.open_adapter(parameters(tmp_path / "a"))
+    adapter = convert.open_adapter(parameters(tmp_path / "a"))
     with pytest.raises(errors.ModelError, match="layers.1.mlp.experts.down_proj: is a target of"):
-        artefact.attach(adapter, tiny.model("mixtral", num_hidden_layers=2), base_fingerprint=None)
+        convert.attach(adapter, tiny.model("mixtral", num_hidden_layers=2), base_fingerprint=None)
     twice = older(tmp_path / "b", "mlp", copied("experts.2.up", "experts.2.", "experts.02."))
     with pytest.raises(errors.ModelError, match="experts.02.up_proj: is no module of the base"):
-        artefact.attach(
-            artefact.open_adapter(twice),
+        convert.attach(
+            convert.open_adapter(twice),
             tiny.model("mixtral", num_hidden_layers=2),
             base_fingerprint=None,
         )
     few = tiny.model("mixtral", num_hidden_layers=1, num_local_experts=4)
     with pytest.raises(errors.ModelError, match=r"has shape \[5, 3, 32\], but this model makes it"):
-        artefact.attach(adapter, few, base_fingerprint=None)
+        convert.attach(adapter, few, base_fingerprint=None)
 
 
 def test_scalings_that_peft_cannot_hold_are_refused(tmp_path):
     adapter = adapted("experts")[2]
     alphas = {"layers.1.mlp.experts.up_proj": 1.0}
     with pytest.raises(errors.ModelError, match="scalings .* and PEFT adapts them as one"):
-        peft.write(str(tmp_path / "a"), pf.replaced(adapter, alpha_pattern=alphas))
+        peft_files.write(str(tmp_path / "a"), pf.replaced(adapter, alpha_pattern=alphas))
 
 
 def test_damaged_notes_on_joined_matrices(tmp_path):
-    peft.write(str(tmp_path / "a"), adapted("experts")[2])
-    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft.WEIGHTS)
+    peft_files.write(str(tmp_path / "a"), adapted("experts")[2])
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / peft_files.WEIGHTS)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     unfit, unsound = "rank 6, which are not those", "does not state"
     cases = [({"gate_proj": 2}, unfit), ({"nonsuch": 6}, unfit), ({"gate_proj": 0}, unsound)]
     for ranks, message in [*cases, (3, unsound)]:
         facts = {"base_fingerprint": None, "joined": {name: ranks}}
         metadata = {"purelora": json.dumps(facts)}
-        safetensors.numpy.save_file(tensors, tmp_path / "a" / peft.WEIGHTS, metadata)
+        safetensors.numpy.save_file(tensors, tmp_path / "a" / peft_files.WEIGHTS, metadata)
         with pytest.raises(errors.ModelError, match=message):
-            peft.read(str(tmp_path / "a"))
+            peft_files.read(str(tmp_path / "a"))
 
 
 def test_names_without_a_level_are_found(tmp_path):
@@ -366,9 +368,9 @@ def test_names_without_a_level_are_found(tmp_path):
     _, host, adapter = adapted("router")
     inner = {name.replace("model.", "", 1): kinds for name, kinds in adapter.modules.items()}
     moved = dataclasses.replace(adapter, modules=inner)
-    peft.write(str(tmp_path / "a"), moved)
-    placed = artefact.attach(
-        peft.read(str(tmp_path / "a")), tiny.model(FAMILY, **SIZES), base_fingerprint=None
+    peft_files.write(str(tmp_path / "a"), moved)
+    placed = convert.attach(
+        peft_files.read(str(tmp_path / "a")), tiny.model(FAMILY, **SIZES), base_fingerprint=None
     )
     chex.assert_trees_all_equal(trees.flatten(placed.trainable), host)
-    assert peft_config.is_target(placed.placed.config, "model.layers.0.mlp.gate")
+    assert adapter_config.is_target(placed.placed.config, "model.layers.0.mlp.gate")

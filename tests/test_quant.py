@@ -10,13 +10,16 @@ import pytest
 import qwix
 import tiny
 
-from purelora import errors, info, quant, specs
-from purelora import tree as trees
+from purelora.core import errors, param_info, trees
+from purelora.ops import quant
+from purelora.sharding import specs
 
 LAYOUTS = {
-    "kernel": info.ParamInfo((32, 24), "float32", ("embed", "mlp"), contracting=-2),
-    "stack": info.ParamInfo((3, 32, 24), "float32", ("layers", "embed", "mlp"), contracting=-2),
-    "table": info.ParamInfo((24, 32), "float32", ("vocab", "embed"), contracting=-1),
+    "kernel": param_info.ParamInfo((32, 24), "float32", ("embed", "mlp"), contracting=-2),
+    "stack": param_info.ParamInfo(
+        (3, 32, 24), "float32", ("layers", "embed", "mlp"), contracting=-2
+    ),
+    "table": param_info.ParamInfo((24, 32), "float32", ("vocab", "embed"), contracting=-1),
 }
 QWIX = {"int8": jnp.int8, "int4": jnp.int4, "nf4": "nf4", "fp8": jnp.float8_e4m3fn}
 QTYPES = list(QWIX)
@@ -183,7 +186,9 @@ def test_infos_specs_and_arrays_are_one_tree(qtype, tile, skip):
 def test_skip_patterns_name_whole_parts(skip, skipped):
     m = tiny.model(tie_word_embeddings=False)
     infos = quant.quantised_infos(m.infos, qtype="int8", tile_size=None, skip=skip)
-    plain_leaves = {p for p, i in trees.flatten(infos).items() if isinstance(i, info.ParamInfo)}
+    plain_leaves = {
+        p for p, i in trees.flatten(infos).items() if isinstance(i, param_info.ParamInfo)
+    }
     vectors = {p for p, i in m.flat_infos.items() if not i.is_matrix}
     assert plain_leaves == vectors | skipped
     assert vectors == {
@@ -316,7 +321,7 @@ def test_what_cannot_hold_two_codes_a_byte(qtype, length, tile, message):
         ((length, 8), ("embed", "mlp"), -2),
         ((8, length), ("vocab", "embed"), -1),
     ):
-        leaf = info.ParamInfo(shape, "float32", axes, contracting=contracting)
+        leaf = param_info.ParamInfo(shape, "float32", axes, contracting=contracting)
         infos = {"x": {"weight": leaf}}
         with pytest.raises(errors.ConfigError, match=message.format(qtype, qtype)):
             quant.quantised_infos(infos, qtype=qtype, tile_size=tile, skip=())
@@ -335,7 +340,7 @@ def test_all_weights_that_cannot_are_named_in_one_error():
 def test_a_compiled_scan_widens_no_more_than_one_layer(qtype):
     """XLA's CPU backend widens a whole stack of int4 or float8 ahead of a loop."""
     layers, width = 16, 64
-    leaf = info.ParamInfo(
+    leaf = param_info.ParamInfo(
         (layers, width, width), "float32", ("layers", "embed", "mlp"), contracting=-2
     )
     like = quant.quantised_infos({"w": leaf}, qtype=qtype, tile_size=None, skip=())["w"]

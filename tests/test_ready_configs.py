@@ -7,7 +7,8 @@ import pytest
 import safetensors.numpy
 import test_train
 
-from purelora import cli, train
+from purelora.commands import train
+from purelora.config import command_line
 
 CONFIGS = test_train.REPO / "configs"
 # Devices along `expert` in the mesh of the large run.
@@ -25,7 +26,7 @@ def shape_of(name: str, folder: str) -> dict:
 
 
 def settings(name: str):
-    return cli.parse([f"--config={CONFIGS}/{name}.py"], flags=()).config
+    return command_line.parse([f"--config={CONFIGS}/{name}.py"], flags=()).config
 
 
 @pytest.mark.parametrize("name", READY)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import errors
+from purelora.core import errors
 from purelora.models import layers, rope
 
 HEAD = 16

@@ -3,7 +3,7 @@
 import pytest
 import test_train
 
-from purelora import errors
+from purelora.core import errors
 
 NO_EVAL = "--config.data.eval_fraction=0"
 SAVED = ("--config.steps=1", NO_EVAL, "--config.checkpoint.save_base=True")

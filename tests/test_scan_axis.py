@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora import info, quant, scan_axis, specs, state
-from purelora import tree as trees
-from purelora.scan_axis import Pair, SpecError
+from purelora.core import param_info, train_state, trees
+from purelora.ops import quant
+from purelora.sharding import layer_axis, specs
+from purelora.sharding.layer_axis import Pair, SpecError
 
 SIZES = (2, 3, 5, 7)
 LAYERS = 11  # Unlike all SIZES, so that a size tells which dimension it is.
@@ -85,13 +86,13 @@ def same(one, other):
 def test_add_inserts_one_dimension_in_both(pair, data):
     rank = pair.arrays.ndim + 1
     axis = data.draw(st.integers(-rank, rank - 1))
-    added = scan_axis.add_scan_axis(pair, axis, "layers")
+    added = layer_axis.add_scan_axis(pair, axis, "layers")
     check(added, np.expand_dims(pair.arrays, axis), pair, "layers")
-    assert added.specs == scan_axis.add_scan_axis(pair.specs, axis, "layers", rank=rank - 1)
+    assert added.specs == layer_axis.add_scan_axis(pair.specs, axis, "layers", rank=rank - 1)
     for way in ("layers", axis, axis % rank):
-        back = scan_axis.remove_scan_axis(added, way)
+        back = layer_axis.remove_scan_axis(added, way)
         check(back, pair.arrays, pair)
-        assert back.specs == scan_axis.remove_scan_axis(added.specs, way, rank=rank)
+        assert back.specs == layer_axis.remove_scan_axis(added.specs, way, rank=rank)
 
 
 @given(pairs_and_axes())
@@ -101,10 +102,10 @@ def test_add_undoes_remove(case):
     rank = pair.arrays.ndim
     full = of_type(type(pair.specs), padded(pair))
     entry = full[axis]
-    without = scan_axis.remove_scan_axis(pair.specs, axis, rank=rank)
-    assert scan_axis.add_scan_axis(without, axis, entry, rank=rank - 1) == full
+    without = layer_axis.remove_scan_axis(pair.specs, axis, rank=rank)
+    assert layer_axis.add_scan_axis(without, axis, entry, rank=rank - 1) == full
     for layer in range(pair.arrays.shape[axis]):
-        kept = scan_axis.remove_scan_axis(pair, axis, layer=layer)
+        kept = layer_axis.remove_scan_axis(pair, axis, layer=layer)
         check(kept, np.take(pair.arrays, layer, axis), pair)
 
 
@@ -112,9 +113,9 @@ def test_add_undoes_remove(case):
 @QUICK
 def test_move_takes_value_and_spec_along_and_has_an_inverse(case):
     pair, source, target = case
-    moved = scan_axis.move_scan_axis(pair, source, target)
+    moved = layer_axis.move_scan_axis(pair, source, target)
     check(moved, np.moveaxis(pair.arrays, source, target), pair)
-    back = scan_axis.move_scan_axis(moved, target, source)
+    back = layer_axis.move_scan_axis(moved, target, source)
     check(back, pair.arrays, pair)
 
 
@@ -123,12 +124,12 @@ def test_move_takes_value_and_spec_along_and_has_an_inverse(case):
 def test_move_is_remove_and_then_add(case):
     pair, source, target = case
     rank = pair.arrays.ndim
-    moved = scan_axis.move_scan_axis(pair.specs, source, target, rank=rank)
-    without = scan_axis.remove_scan_axis(pair.specs, source, rank=rank)
+    moved = layer_axis.move_scan_axis(pair.specs, source, target, rank=rank)
+    without = layer_axis.remove_scan_axis(pair.specs, source, rank=rank)
     entry = padded(pair)[source]
-    assert moved == scan_axis.add_scan_axis(without, target, entry, rank=rank - 1)
-    layers = scan_axis.unstack(pair, source)
-    same(scan_axis.stack(layers, target, entry), scan_axis.move_scan_axis(pair, source, target))
+    assert moved == layer_axis.add_scan_axis(without, target, entry, rank=rank - 1)
+    layers = layer_axis.unstack(pair, source)
+    same(layer_axis.stack(layers, target, entry), layer_axis.move_scan_axis(pair, source, target))
 
 
 @given(pairs_and_axes(count=2))
@@ -136,11 +137,11 @@ def test_move_is_remove_and_then_add(case):
 def test_negative_positions_are_the_positive_ones(case):
     pair, source, target = case
     rank = pair.arrays.ndim
-    moved = scan_axis.move_scan_axis(pair, source, target)
-    same(moved, scan_axis.move_scan_axis(pair, source % rank, target % rank))
+    moved = layer_axis.move_scan_axis(pair, source, target)
+    same(moved, layer_axis.move_scan_axis(pair, source % rank, target % rank))
     name = padded(pair)[source]
     if isinstance(name, str):
-        same(moved, scan_axis.move_scan_axis(pair, name, target))
+        same(moved, layer_axis.move_scan_axis(pair, name, target))
 
 
 @given(pairs(), st.integers(1, 3), st.data())
@@ -150,12 +151,12 @@ def test_stack_and_unstack(pair, count, data):
     layers = [
         Pair({"a": [pair.specs], "b": ()}, {"a": [pair.arrays + i], "b": ()}) for i in range(count)
     ]
-    stacked = scan_axis.stack(layers, axis, "layers")
+    stacked = layer_axis.stack(layers, axis, "layers")
     expected = np.stack([layer.arrays["a"][0] for layer in layers], axis)
     np.testing.assert_array_equal(stacked.arrays["a"][0], expected)
-    one = scan_axis.add_scan_axis(layers[0], axis, "layers")
+    one = layer_axis.add_scan_axis(layers[0], axis, "layers")
     assert stacked.specs == one.specs
-    for back in (scan_axis.unstack(stacked, axis), scan_axis.unstack(stacked, "layers")):
+    for back in (layer_axis.unstack(stacked, axis), layer_axis.unstack(stacked, "layers")):
         assert len(back) == count
         for layer, again in zip(layers, back, strict=True):
             check(Pair(again.specs["a"][0], again.arrays["a"][0]), layer.arrays["a"][0], pair)
@@ -166,12 +167,12 @@ def test_stack_and_unstack(pair, count, data):
 def test_nested_stacks_by_name(pair, outer, inner):
     """Two axes added one after the other come off in any order."""
     rank = pair.arrays.ndim
-    both = scan_axis.add_scan_axis(pair, min(outer, rank), "layers")
-    both = scan_axis.add_scan_axis(both, min(inner, rank + 1), "local")
+    both = layer_axis.add_scan_axis(pair, min(outer, rank), "layers")
+    both = layer_axis.add_scan_axis(both, min(inner, rank + 1), "local")
     for first, second in (("layers", "local"), ("local", "layers")):
-        one = scan_axis.remove_scan_axis(both, first)
+        one = layer_axis.remove_scan_axis(both, first)
         assert second in one.specs and first not in one.specs
-        check(scan_axis.remove_scan_axis(one, second), pair.arrays, pair)
+        check(layer_axis.remove_scan_axis(one, second), pair.arrays, pair)
 
 
 # The documentation.
@@ -192,7 +193,7 @@ def value(cell):
 def test_the_documentations_table(row):
     call, spec, given_shape, spec_out, shape_out, _ = row
     name, arguments = re.fullmatch(r"`(\w+)\((.*)\)`", call).groups()
-    shape, function = value(given_shape), getattr(scan_axis, f"{name}_scan_axis")
+    shape, function = value(given_shape), getattr(layer_axis, f"{name}_scan_axis")
     x, keywords = value(spec), {}
     if isinstance(shape, tuple):
         x = Pair(x, np.zeros(shape))
@@ -224,15 +225,15 @@ def test_all_wrong_leaves_of_a_tree_are_named():
     tree = {"a": P("layers", "embed"), "b": {"c": P("embed"), "d": [P("layers", "layers", "x")]}}
     arrays = {"a": np.ones((1, 4)), "b": {"c": np.ones(4), "d": [np.ones((1, 1, 4))]}}
     with pytest.raises(SpecError) as caught:
-        scan_axis.remove_scan_axis(Pair(tree, arrays), "layers")
+        layer_axis.remove_scan_axis(Pair(tree, arrays), "layers")
     assert [problem.where for problem in caught.value.problems] == ["b.c", "b.d.0"]
     assert isinstance(caught.value, ValueError)
     long = Pair({"a": P("x", "y")}, {"a": np.ones(3)})
     for function, arguments in (
-        (scan_axis.add_scan_axis, (0, "layers")),
-        (scan_axis.remove_scan_axis, ("x",)),
-        (scan_axis.move_scan_axis, (0, 0)),
-        (scan_axis.unstack, (0,)),
+        (layer_axis.add_scan_axis, (0, "layers")),
+        (layer_axis.remove_scan_axis, ("x",)),
+        (layer_axis.move_scan_axis, (0, 0)),
+        (layer_axis.unstack, (0,)),
     ):
         with pytest.raises(SpecError, match="a = .*has 2 entries for 1 dimensions"):
             function(long, *arguments)
@@ -241,19 +242,19 @@ def test_all_wrong_leaves_of_a_tree_are_named():
 def test_what_does_not_belong_together_is_refused():
     spec, array = P("a"), np.ones((1, 2))
     with pytest.raises(SpecError, match="(?s)another structure.*'b'"):
-        scan_axis.add_scan_axis(Pair({"b": spec}, {"c": array}), 0)
+        layer_axis.add_scan_axis(Pair({"b": spec}, {"c": array}), 0)
     weight = qwix.QArray(np.ones((1, 2), np.int8), array, None, "int8")
     other = qwix.QArray(spec, spec, None, "int4")
     with pytest.raises(SpecError, match="another structure"):
-        scan_axis.add_scan_axis(Pair(other, weight), 0)
+        layer_axis.add_scan_axis(Pair(other, weight), 0)
     with pytest.raises(SpecError, match="rank belongs with a bare spec"):
-        scan_axis.add_scan_axis(spec, 0)
+        layer_axis.add_scan_axis(spec, 0)
     with pytest.raises(SpecError, match="rank belongs with a bare spec"):
-        scan_axis.add_scan_axis(Pair(spec, array), 0, rank=2)
+        layer_axis.add_scan_axis(Pair(spec, array), 0, rank=2)
     with pytest.raises(SpecError, match="c = .*is not a spec"):
-        scan_axis.add_scan_axis(Pair({"c": "embed"}, {"c": array}), 0)
+        layer_axis.add_scan_axis(Pair({"c": "embed"}, {"c": array}), 0)
     with pytest.raises(SpecError, match="layer 1 is not one of 1"):
-        scan_axis.remove_scan_axis(Pair(spec, array), 0, layer=1)
+        layer_axis.remove_scan_axis(Pair(spec, array), 0, layer=1)
 
 
 @pytest.mark.parametrize(
@@ -268,15 +269,15 @@ def test_what_does_not_belong_together_is_refused():
 )
 def test_layers_that_differ_are_not_stacked(layers, wrong):
     with pytest.raises(SpecError, match=wrong):
-        scan_axis.stack(layers)
+        layer_axis.stack(layers)
 
 
 def test_stacks_that_differ_are_not_taken_apart():
     arrays = {"a": np.ones((3, 2)), "b": np.ones((2, 3))}
     with pytest.raises(SpecError, match="3 in a, 2 in b"):
-        scan_axis.unstack(Pair({"a": P(), "b": P()}, arrays), 0)
+        layer_axis.unstack(Pair({"a": P(), "b": P()}, arrays), 0)
     with pytest.raises(SpecError, match="no array"):
-        scan_axis.unstack(Pair({}, {}), 0)
+        layer_axis.unstack(Pair({}, {}), 0)
 
 
 # What lies in stacks.
@@ -284,7 +285,7 @@ def test_stacks_that_differ_are_not_taken_apart():
 
 def test_a_partition_spec_keeps_what_else_it_says():
     spec = P("x", P.UNCONSTRAINED, unreduced={"y"})
-    moved = scan_axis.move_scan_axis(spec, 0, -1, rank=3)
+    moved = layer_axis.move_scan_axis(spec, 0, -1, rank=3)
     assert moved == P(P.UNCONSTRAINED, None, "x", unreduced={"y"})
 
 
@@ -294,10 +295,10 @@ def test_shards_stay_where_they_are(target):
     mesh = tiny.mesh(2, 4)
     pair = Pair(P(None, "fsdp", "data"), jnp.arange(3 * 8 * 4).reshape(3, 8, 4))
     placed = jax.device_put(pair.arrays, NamedSharding(mesh, pair.specs))
-    moved = scan_axis.move_scan_axis(pair, 0, target)
+    moved = layer_axis.move_scan_axis(pair, 0, target)
     sharding = NamedSharding(mesh, moved.specs)
     jitted = jax.jit(
-        lambda a: scan_axis.move_scan_axis(Pair(pair.specs, a), 0, target).arrays,
+        lambda a: layer_axis.move_scan_axis(Pair(pair.specs, a), 0, target).arrays,
         in_shardings=placed.sharding,
         out_shardings=sharding,
     )
@@ -317,13 +318,15 @@ def stacks():
     base, infos = tiny.quantised(model, tiny.weights(model), "int8", tile=16)
     infos = trees.combine(infos["layers"], model.adapter_infos()["layers"])
     arrays = trees.combine(base["layers"], tiny.adapters(model)["layers"])
-    axes = jax.tree.map(lambda i: i.axes, infos, is_leaf=lambda i: isinstance(i, info.ParamInfo))
+    axes = jax.tree.map(
+        lambda i: i.axes, infos, is_leaf=lambda i: isinstance(i, param_info.ParamInfo)
+    )
     return Pair(axes, jax.device_get(arrays)), infos
 
 
 def test_stacks_of_a_quantised_and_adapted_model(stacks):
     stacked, infos = stacks
-    layers = scan_axis.unstack(stacked, "layers")
+    layers = layer_axis.unstack(stacked, "layers")
     assert len(layers) == tiny.LAYERS
     for number, layer in enumerate(layers):
         flat, axes = trees.flatten(layer.arrays), trees.flatten(layer.specs)
@@ -335,22 +338,22 @@ def test_stacks_of_a_quantised_and_adapted_model(stacks):
             for part in ("qvalue", "scale") if is_quantised else ("",):
                 pick = (lambda x, part=part: getattr(x, part)) if part else (lambda x: x)
                 assert pick(axes[path]) == pick(declared).axes[1:]
-    same(scan_axis.stack(layers, 0, "layers"), stacked)
-    maxtext = scan_axis.move_scan_axis(stacked, "layers", 1)
+    same(layer_axis.stack(layers, 0, "layers"), stacked)
+    maxtext = layer_axis.move_scan_axis(stacked, "layers", 1)
     assert maxtext.arrays["self_attn"]["q_proj"]["weight"].scale.shape[1] == tiny.LAYERS
-    same(scan_axis.stack(layers, 1, "layers"), maxtext)
-    same(scan_axis.move_scan_axis(maxtext, "layers", 0), stacked)
+    same(layer_axis.stack(layers, 1, "layers"), maxtext)
+    same(layer_axis.move_scan_axis(maxtext, "layers", 0), stacked)
 
 
 def test_specs_of_one_layer_for_the_body_of_a_scan(stacks):
     stacked, infos = stacks
     abstract = jax.eval_shape(lambda: stacked.arrays)
-    body = scan_axis.remove_scan_axis(Pair(stacked.specs, abstract), "layers", layer=0)
-    same_specs = scan_axis.unstack(stacked, 0)[0].specs
+    body = layer_axis.remove_scan_axis(Pair(stacked.specs, abstract), "layers", layer=0)
+    same_specs = layer_axis.unstack(stacked, 0)[0].specs
     assert body.specs == same_specs
     sliced = jax.eval_shape(lambda t: jax.tree.map(lambda a: a[0], t), abstract)
     assert body.arrays == sliced
-    again = scan_axis.stack([body] * tiny.LAYERS, 0, "layers")
+    again = layer_axis.stack([body] * tiny.LAYERS, 0, "layers")
     assert again == Pair(stacked.specs, abstract)
 
 
@@ -365,20 +368,20 @@ def test_specs_of_one_layer_for_the_body_of_a_scan(stacks):
 def test_one_spec_of_a_quantised_weight_fits_codes_and_scales(scale_shape, scale_spec):
     weight = qwix.QArray(np.zeros((3, 16, 8), np.int8), np.zeros(scale_shape, np.float32))
     pair = Pair({"w": P("layers", "embed", "mlp")}, {"w": weight})
-    same_place = scan_axis.move_scan_axis(pair, 0, 0).specs["w"]
+    same_place = layer_axis.move_scan_axis(pair, 0, 0).specs["w"]
     assert (same_place.qvalue, same_place.scale) == (P("layers", "embed", "mlp"), scale_spec)
-    moved = scan_axis.move_scan_axis(pair, 0, 1)
+    moved = layer_axis.move_scan_axis(pair, 0, 1)
     assert moved.specs["w"].scale == P(scale_spec[1], scale_spec[0], scale_spec[2])
     assert moved.arrays["w"].scale.shape == tuple(scale_shape[i] for i in (1, 0, 2))
     assert moved.arrays["w"].qtype == weight.qtype
     if scale_shape[0] == 1:
         with pytest.raises(SpecError, match=r"w\.scale = .*has no axis 'layers'"):
-            scan_axis.unstack(pair, "layers")
+            layer_axis.unstack(pair, "layers")
 
 
 def test_a_stack_of_one_layer_keeps_its_name_in_the_scales():
     weight = qwix.QArray(np.zeros((1, 16, 8), np.int8), np.zeros((1, 1, 8), np.float32))
-    (layer,) = scan_axis.unstack(Pair(P("layers", "embed", "mlp"), weight), "layers")
+    (layer,) = layer_axis.unstack(Pair(P("layers", "embed", "mlp"), weight), "layers")
     assert (layer.specs.qvalue, layer.specs.scale) == (P("embed", "mlp"), P(None, "mlp"))
 
 
@@ -395,16 +398,16 @@ def test_moments_of_adam_move_with_their_weights():
 
     def state_of(pair):
         shapes = jax.eval_shape(tx.init, pair.arrays)
-        return Pair(state.state_specs(pair.specs, tx, pair.arrays, P()).opt_state, shapes)
+        return Pair(train_state.state_specs(pair.specs, tx, pair.arrays, P()).opt_state, shapes)
 
     pair = Pair(spec_tree, weights)
-    moved_weights = scan_axis.move_scan_axis(pair, 0, 1, where=in_layers)
-    moved_state = scan_axis.move_scan_axis(state_of(pair), 0, 1, where=in_layers)
+    moved_weights = layer_axis.move_scan_axis(pair, 0, 1, where=in_layers)
+    moved_state = layer_axis.move_scan_axis(state_of(pair), 0, 1, where=in_layers)
     assert moved_weights.specs["layers"]["w"] == P("fsdp", None, None)
     assert moved_weights.specs["head"] == P("fsdp", None)
     assert moved_state == state_of(moved_weights)
     with pytest.raises(SpecError, match=r"count = P\(\): axis 1 is out of range"):
-        scan_axis.move_scan_axis(state_of(pair), 0, 1)
+        layer_axis.move_scan_axis(state_of(pair), 0, 1)
 
 
 def test_nnx_models_stacked_along_another_axis():
@@ -424,17 +427,17 @@ def test_nnx_models_stacked_along_another_axis():
 
     first, second = layers_along(0), layers_along(1)
     assert first.specs["kernel"] == P("layers", "embed", "mlp")
-    same(scan_axis.move_scan_axis(first, "layers", 1), second)
-    same(scan_axis.move_scan_axis(second, "layers", 0), first)
+    same(layer_axis.move_scan_axis(first, "layers", 1), second)
+    same(layer_axis.move_scan_axis(second, "layers", 0), first)
 
 
 def test_random_keys_are_arrays_too(key):
     keys = jax.random.split(key, (3, 2))
-    moved = scan_axis.move_scan_axis(Pair(P("layers"), keys), 0, 1)
+    moved = layer_axis.move_scan_axis(Pair(P("layers"), keys), 0, 1)
     assert moved.specs == P(None, "layers")
     assert (jax.random.key_data(moved.arrays) == jax.random.key_data(keys).swapaxes(0, 1)).all()
-    layers = scan_axis.unstack(moved, "layers")
-    again = scan_axis.stack(layers, -1, "layers").arrays
+    layers = layer_axis.unstack(moved, "layers")
+    again = layer_axis.stack(layers, -1, "layers").arrays
     assert (jax.random.key_data(again) == jax.random.key_data(moved.arrays)).all()
 
 
@@ -444,7 +447,7 @@ def test_placed_weights_of_a_mesh():
     model = tiny.model()
     base, infos = tiny.quantised(model, tiny.weights(model), "int8", tile=16)
     pair = Pair(specs.spec_tree(infos, mesh)["layers"], base["layers"])
-    for layer in scan_axis.unstack(pair, 0):
+    for layer in layer_axis.unstack(pair, 0):
         jax.device_put(layer.arrays, specs.shardings(layer.specs, mesh))
     q_proj = layer.specs["self_attn"]["q_proj"]["weight"]
     assert "fsdp" in q_proj.qvalue and "fsdp" in q_proj.scale

@@ -11,7 +11,8 @@ import pytest
 import test_start
 import test_train
 
-from purelora import errors, export, merge
+from purelora.commands import export, merge
+from purelora.core import errors
 
 run, records, saved_state = test_train.run, test_train.records, test_train.saved_state
 TASKS = {"sft": (), "pretrain": ("--config.task=pretrain",)}

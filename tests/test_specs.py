@@ -11,9 +11,10 @@ import qwix
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from purelora import collectives, errors, info, quant, specs
-from purelora import rules as rules_lib
-from purelora import tree as trees
+from purelora.core import errors, param_info, trees
+from purelora.ops import quant
+from purelora.sharding import collectives, specs
+from purelora.sharding import rules as rules_lib
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +24,7 @@ def _quick_compiles():
 
 
 def spec(shape, axes, mesh, rules=rules_lib.RULES) -> P:
-    leaf = info.ParamInfo(shape, "float32", axes, contracting=-2 if len(shape) > 1 else None)
+    leaf = param_info.ParamInfo(shape, "float32", axes, contracting=-2 if len(shape) > 1 else None)
     return specs.spec_tree({"w": leaf}, mesh, rules)["w"]
 
 
@@ -64,7 +65,7 @@ def test_overrides_come_first_in_the_modules_they_name():
     own = (("head", (("vocab", "fsdp"), ("embed", None))),)
     rules = rules_lib.Rules((("embed", "fsdp"),), own)
     infos = {
-        path: info.ParamInfo((8, 8), "float32", ("vocab", "embed"), contracting=-1)
+        path: param_info.ParamInfo((8, 8), "float32", ("vocab", "embed"), contracting=-1)
         for path in ("head.weight", "a.head.weight", "ahead.weight", "head.up.weight")
     }
     found = specs.spec_tree(trees.unflatten(infos), tiny.mesh(1, 8), rules)
@@ -115,7 +116,7 @@ def test_all_arrays_of_a_module_are_split_over_tensor_as_its_weight(axes, wanted
     own = {"vocab": "vocab:fsdp, embed:none"}
     rules = rules_lib.parse_rules([*GIVE_WAY, "vocab:tensor"], own).settled({axes[0]: axes}, {})
     for leaf in (axes, *((axis,) for axis in axes), *(("rank", axis) for axis in axes)):
-        declared = {axes[0]: {"leaf": info.ParamInfo((8,) * len(leaf), "float32", leaf)}}
+        declared = {axes[0]: {"leaf": param_info.ParamInfo((8,) * len(leaf), "float32", leaf)}}
         used = rules if leaf == axes else rules.of_adapters(sharded)
         found = specs.spec_tree(declared, tiny.mesh(2, 2, 2), used)[axes[0]]["leaf"]
         split = [axis for axis, to in zip(leaf, found, strict=True) if to == "tensor"]
@@ -200,7 +201,9 @@ def test_every_spec_has_full_rank_and_leaves_layers_whole(sharded, sizes):
     ],
 )  # fmt: skip
 def test_dimension_that_does_not_divide(infos, message):
-    infos = trees.map_leaves(lambda s: info.ParamInfo(s[0], "float32", s[1], contracting=-2), infos)
+    infos = trees.map_leaves(
+        lambda s: param_info.ParamInfo(s[0], "float32", s[1], contracting=-2), infos
+    )
     with pytest.raises(errors.ConfigError, match=message):
         specs.spec_tree(infos, tiny.mesh(1, 8))
 
@@ -216,7 +219,7 @@ def test_dimension_that_does_not_divide(infos, message):
 )
 def test_tile_count_that_does_not_divide(length, tile, message, qtype):
     """B28: the tile that is proposed works."""
-    infos = {"w": info.ParamInfo((length, 8), "float32", ("embed", "mlp"), contracting=-2)}
+    infos = {"w": param_info.ParamInfo((length, 8), "float32", ("embed", "mlp"), contracting=-2)}
 
     def tree(tile_size):
         laid_out = quant.quantised_infos(infos, qtype=qtype, tile_size=tile_size, skip=())
@@ -240,9 +243,13 @@ def test_all_that_does_not_divide_is_in_one_error():
 def test_scale_specs_follow_the_scale():
     """A dimension of one scale is not sharded; tile counts and output channels are as the codes."""
     infos = {
-        "up": info.ParamInfo((3, 64, 48), "float32", ("layers", "embed", "mlp"), contracting=-2),
-        "down": info.ParamInfo((3, 48, 64), "float32", ("layers", "mlp", "embed"), contracting=-2),
-        "table": info.ParamInfo((40, 64), "float32", ("vocab", "embed"), contracting=-1),
+        "up": param_info.ParamInfo(
+            (3, 64, 48), "float32", ("layers", "embed", "mlp"), contracting=-2
+        ),
+        "down": param_info.ParamInfo(
+            (3, 48, 64), "float32", ("layers", "mlp", "embed"), contracting=-2
+        ),
+        "table": param_info.ParamInfo((40, 64), "float32", ("vocab", "embed"), contracting=-1),
     }
 
     def scales(tile):
@@ -380,7 +387,7 @@ def test_gradient_paths():
 
 
 def test_packed_codes_that_do_not_divide_are_said_in_the_weights_own_size():
-    infos = {"w": info.ParamInfo((24, 8), "float32", ("embed", "mlp"), contracting=-2)}
+    infos = {"w": param_info.ParamInfo((24, 8), "float32", ("embed", "mlp"), contracting=-2)}
     laid_out = quant.quantised_infos(infos, qtype="int4", tile_size=None, skip=())
     with pytest.raises(errors.ConfigError, match="embed = 24, two codes a byte, does not divide"):
         specs.spec_tree(laid_out, tiny.mesh(1, 8))

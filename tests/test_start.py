@@ -12,8 +12,10 @@ import pytest
 import test_train
 import tiny
 
-from purelora import checkpoint, errors, export
-from purelora.io import peft
+from purelora.checkpoint import store
+from purelora.commands import export
+from purelora.core import errors
+from purelora.interop.peft import files as peft_files
 
 run, records, built, saved_state = (
     test_train.run,
@@ -95,15 +97,15 @@ def test_export_is_checked(tmp_path: pathlib.Path, name: str, capsys):
     arguments = [f"--run={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
     assert export.main(arguments) == 0
     assert "read back: largest difference of a" in capsys.readouterr().out
-    read = peft.read(str(tmp_path / "out"))
+    read = peft_files.read(str(tmp_path / "out"))
     doubled = 2 if name != "patterns" else 1
     assert read.config.r == 4 * doubled
     # Whatever is wrong with the folder shows.
     name, kinds = next((n, k) for n, k in read.modules.items() if "lora_B" in k)
     broken = {**read.modules, name: {**kinds, "lora_B": kinds["lora_B"] + 1}}
     shutil.rmtree(tmp_path / "out")
-    peft.write(str(tmp_path / "out"), dataclasses.replace(read, modules=broken))
-    found = checkpoint.find(tmp_path / "run")
+    peft_files.write(str(tmp_path / "out"), dataclasses.replace(read, modules=broken))
+    found = store.find(tmp_path / "run")
     with pytest.raises(errors.ModelError, match="does not compute what the run does"):
         export.check(export.Options(str(tmp_path / "run"), ""), *found, str(tmp_path / "out"))
 

@@ -17,10 +17,12 @@ import pytest
 import tiny
 from tiny import Case
 
-from purelora import info, optim, state, step
-from purelora import loss as loss_lib
-from purelora import tree as trees
+from purelora.core import param_info, train_state, trees
+from purelora.core.batch import Batch
 from purelora.models import layers
+from purelora.models import loss as loss_lib
+from purelora.training import optimisers
+from purelora.training import step as steps
 
 SCALING = 2.0
 ONE = Case()
@@ -76,7 +78,7 @@ def ids(case: Case) -> str:
 def plain_gradients(is_lora: bool, kv_heads: int, family: str, depth: int):
     """`(trainable, base, batch) -> (loss, gradient)` sums of the independent model."""
 
-    def loss_sum(trainable, base, batch: step.Batch) -> jax.Array:
+    def loss_sum(trainable, base, batch: Batch) -> jax.Array:
         weights = plain.merged(base, trainable, SCALING) if is_lora else trees.flatten(trainable)
         heads = Case(kv_heads=kv_heads).heads
         config = tiny.hf_config(family, num_hidden_layers=depth, **heads)
@@ -85,7 +87,7 @@ def plain_gradients(is_lora: bool, kv_heads: int, family: str, depth: int):
     return jax.jit(jax.value_and_grad(loss_sum))
 
 
-def expected(case: Case, batch: step.Batch):
+def expected(case: Case, batch: Batch):
     """Loss sum and mean gradient of a flat batch."""
     trainer = tiny.trainer(case)
     base = plain.dequantised(jax.device_get(trainer.base))
@@ -94,7 +96,7 @@ def expected(case: Case, batch: step.Batch):
     return loss, jax.tree.map(lambda g: g / np.float32(batch.weights.sum()), grads)
 
 
-def one_step(case: Case, batch: step.Batch, trainable=None, start: int = 0):
+def one_step(case: Case, batch: Batch, trainable=None, start: int = 0):
     """Gradient and metrics of one SGD step on a flat batch."""
     trainer = tiny.trainer(case)
     before = jax.device_get(trainer.trainable if trainable is None else trainable)
@@ -105,7 +107,7 @@ def one_step(case: Case, batch: step.Batch, trainable=None, start: int = 0):
     return jax.tree.map(lambda a, b: (a - b) / tiny.LEARNING_RATE, before, after), metrics
 
 
-def assert_is_reference(case: Case, batch: step.Batch) -> None:
+def assert_is_reference(case: Case, batch: Batch) -> None:
     loss, grads = expected(case, batch)
     got, metrics = one_step(case, batch)
     chex.assert_trees_all_close(got, grads, rtol=0, atol=1e-5)
@@ -115,10 +117,10 @@ def assert_is_reference(case: Case, batch: step.Batch) -> None:
     assert metrics.applied == 1
 
 
-def with_weights(weights: np.ndarray) -> step.Batch:
+def with_weights(weights: np.ndarray) -> Batch:
     """Rows of LENGTH tokens each, with these weights."""
     full = np.ones_like(weights, np.int32)
-    return step.Batch(
+    return Batch(
         tiny.tokens(len(weights)),
         tiny.tokens(len(weights), seed=6),
         weights.astype(np.float32),
@@ -152,7 +154,7 @@ def test_order_of_records_does_not_matter(case):
     batch = tiny.flat_batch()
     order = np.random.default_rng(0).permutation(tiny.ROWS)
     got, metrics = one_step(case, batch)
-    shuffled, other = one_step(case, step.Batch(*(a[order] for a in batch)))
+    shuffled, other = one_step(case, Batch(*(a[order] for a in batch)))
     chex.assert_trees_all_close(got, shuffled, rtol=0, atol=1e-5)
     np.testing.assert_allclose(metrics.loss_sum, other.loss_sum, rtol=1e-6)
 
@@ -287,9 +289,9 @@ def test_updates_follow_the_schedule_of_steps():
     """The rate multiplies the update, and is that of `step`, whatever `updates` is."""
     tx = optax.identity()
     leaves, grads = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
-    old = state.create(leaves, tx, key=jax.random.key(0))._replace(step=jnp.int32(4))
-    sums = step.Sums(loss_lib.Losses(jnp.float32(1), None), jnp.float32(2), jnp.float32(1), grads)
-    new, metrics = step.update(old, sums, tx=tx, schedule=lambda s: s.astype(jnp.float32) * 0.1)
+    old = train_state.create(leaves, tx, key=jax.random.key(0))._replace(step=jnp.int32(4))
+    sums = steps.Sums(loss_lib.Losses(jnp.float32(1), None), jnp.float32(2), jnp.float32(1), grads)
+    new, metrics = steps.update(old, sums, tx=tx, schedule=lambda s: s.astype(jnp.float32) * 0.1)
     np.testing.assert_allclose(new.trainable["w"], 1 - 0.4 * np.arange(3) / 2, rtol=1e-6)
     np.testing.assert_allclose(metrics.grad_norm, 5**0.5 / 2, rtol=1e-6)
     assert metrics.learning_rate == jnp.float32(4) * 0.1
@@ -303,12 +305,12 @@ def test_updates_follow_the_schedule_of_steps():
 )  # fmt: skip
 def test_update_refuses(loss, weight, grad):
     tx = optax.trace(0.9)
-    old = state.create({"w": jnp.ones(2)}, tx, key=jax.random.key(0))
+    old = train_state.create({"w": jnp.ones(2)}, tx, key=jax.random.key(0))
     grads = {"w": jnp.array([1.0, grad], jnp.float32)}
-    sums = step.Sums(
+    sums = steps.Sums(
         loss_lib.Losses(jnp.float32(loss), None), jnp.float32(weight), jnp.float32(1), grads
     )
-    new, metrics = step.update(old, sums, tx=tx, schedule=lambda _: jnp.float32(1))
+    new, metrics = steps.update(old, sums, tx=tx, schedule=lambda _: jnp.float32(1))
     chex.assert_trees_all_equal((new.trainable, new.opt_state), (old.trainable, old.opt_state))
     assert (new.step, new.updates, metrics.applied) == (1, 0, 0)
 
@@ -398,13 +400,13 @@ def test_schedules(schedule, step_number, rate):
     cfg = dataclasses.replace(tiny.optim_config("sgd"), **changes)
     if rate is None:
         rate = 0.1 + 0.9 * (1 + np.cos(np.pi / 4)) / 2
-    got = optim.schedule(cfg, 20)(jnp.int32(step_number))
+    got = optimisers.schedule(cfg, 20)(jnp.int32(step_number))
     np.testing.assert_allclose(got, rate, rtol=1e-6)
 
 
 def test_no_warmup_starts_at_the_full_rate():
     cfg = dataclasses.replace(tiny.optim_config("sgd"), schedule="linear", learning_rate=0.5)
-    assert optim.schedule(cfg, 10)(jnp.int32(0)) == 0.5
+    assert optimisers.schedule(cfg, 10)(jnp.int32(0)) == 0.5
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -414,10 +416,10 @@ def test_sgd_is_optax_sgd(momentum):
     cfg = dataclasses.replace(tiny.optim_config("sgd"), **changes)
     leaves = {"m": jnp.array([1.0, 2.0]), "norm": jnp.array([3.0])}
     infos = {
-        "m": info.ParamInfo((2,), "float32", (None,), contracting=-1),
-        "norm": info.ParamInfo((1,), "float32", (None,)),
+        "m": param_info.ParamInfo((2,), "float32", (None,), contracting=-1),
+        "norm": param_info.ParamInfo((1,), "float32", (None,)),
     }
-    tx = optim.transformation(cfg, infos)
+    tx = optimisers.transformation(cfg, infos)
     opt_state, grads = tx.init(leaves), {"m": jnp.array([3.0, 0.0]), "norm": jnp.array([4.0])}
     traced = 0.0
     for _ in range(2):

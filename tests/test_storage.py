@@ -16,10 +16,15 @@ import tiny
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora import errors, merge, quant, run_model, specs
-from purelora import tree as trees
-from purelora.io import hf, load, source
+from purelora.commands import merge
+from purelora.core import errors, trees
+from purelora.formats import source
+from purelora.interop import open_model
 from purelora.models import causal_lm
+from purelora.ops import quant
+from purelora.sharding import specs
+from purelora.weights import hf_folder
+from purelora.weights import load as weights_load
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -98,7 +103,7 @@ def loaded(arrays, m: causal_lm.CausalLM, *, qtype="none", tile=None, mesh=None,
     infos = quant.quantised_infos(m.infos, qtype=qtype, tile_size=tile, skip=("gate",))
     placed = shardings(m, infos, mesh, experts)
     opened = source.ArraySource("memory", {}, arrays)
-    return infos, placed, load.load(opened, m, infos, placed)
+    return infos, placed, weights_load.load(opened, m, infos, placed)
 
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS)
@@ -181,14 +186,14 @@ def test_a_tensor_is_read_whole_at_most_once(layout):
     arrays = in_files(stacks(m), "qwen3_moe", layout)
     placed = shardings(m, m.infos, tiny.mesh(), None)
     hashed = Counted(arrays, None)
-    load.load(hashed, m, m.infos, placed)
+    weights_load.load(hashed, m, m.infos, placed)
     assert sorted(hashed.whole) == sorted(arrays)
     # What it holds besides is read by itself when its leaf's turn has come; but for the last layer,
     # whose tensor is still there then.
     up = math.prod(m.flat_infos["layers.mlp.experts.up_proj.weight"].shape[1:])
     assert hashed.elements == (up * (tiny.LAYERS - 1) if layout == "fused" else 0)
     known = Counted(arrays, "identity")
-    load.load(known, m, m.infos, placed)
+    weights_load.load(known, m, m.infos, placed)
     assert not known.whole and known.elements == sum(array.size for array in arrays.values())
 
 
@@ -200,12 +205,14 @@ def test_what_only_other_processes_hold_is_hashed_too(layout, monkeypatch):
     opened = Counted(arrays, None)
     reader_of = []
     for index in range(2):
-        monkeypatch.setattr(load.distributed, "process_count", lambda: 2)
-        monkeypatch.setattr(load.distributed, "process_index", lambda index=index: index)
-        reader_of.append(load._Reader(opened, m.layout_of(arrays)))
+        monkeypatch.setattr(weights_load.distributed, "process_count", lambda: 2)
+        monkeypatch.setattr(weights_load.distributed, "process_index", lambda index=index: index)
+        reader_of.append(weights_load._Reader(opened, m.layout_of(arrays)))
     owned = [reader._own for reader in reader_of]
     assert owned[0] | owned[1] == set(arrays) and not owned[0] & owned[1]
-    monkeypatch.setattr(load.distributed, "gathered", lambda _, text: said.append(text) or said)
+    monkeypatch.setattr(
+        weights_load.distributed, "gathered", lambda _, text: said.append(text) or said
+    )
     said: list[str] = []
     for reader in reader_of:
         found = reader.fingerprint()
@@ -261,7 +268,7 @@ def test_written_as_read(family, layout, tmp_path):
     config = {**tiny.hf_config(family), "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
-    opened = hf.open_folder(str(tmp_path))
+    opened = hf_folder.open_folder(str(tmp_path))
     form = merge.output_form(merge.Options(output="x"), config)
     merged = merge.Merged(opened, m, [], lambda _, values: values, form)
     made = {name: spec.load() for name, spec in merged.tensors().items()}
@@ -274,7 +281,7 @@ def test_written_as_read(family, layout, tmp_path):
 def test_a_run_has_the_layout_of_its_family(family):
     m = tiny.model(family)
     leaves = stacks(m)
-    run = run_model.RunSource("run", tiny.hf_config(family), None, m, leaves)
+    run = open_model.RunSource("run", tiny.hf_config(family), None, m, leaves)
     wanted = in_files(leaves, family, "interleaved" if family == "gpt_oss" else "own")
     assert run.shapes() == {name: array.shape for name, array in wanted.items()}
     for name, array in wanted.items():

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import test_train
 
-from purelora import artefact, errors, story
-from purelora.io import peft
+from purelora.core import errors
+from purelora.interop.peft import convert
+from purelora.interop.peft import files as peft_files
+from purelora.training import run_folder
 
 NO_EVAL = "--config.data.eval_fraction=0"
 OPTIONS = ("--config.optim.schedule=constant", NO_EVAL)
@@ -35,10 +37,10 @@ def workdir(finished, tmp_path) -> pathlib.Path:
 
 
 def _holds_step_4(workdir: pathlib.Path) -> bool:
-    found, wanted = peft.read(str(workdir / "adapter")), artefact.open_adapter(str(workdir))
-    artefact.check_equal(found, wanted)
+    found, wanted = peft_files.read(str(workdir / "adapter")), convert.open_adapter(str(workdir))
+    convert.check_equal(found, wanted)
     assert sorted(path.name for path in workdir.glob("*adapter*")) == ["adapter"]
-    return "up to step 4" in (workdir / "adapter" / story.CARD).read_text()
+    return "up to step 4" in (workdir / "adapter" / run_folder.CARD).read_text()
 
 
 def _stale(finished: pathlib.Path, adapter: pathlib.Path) -> None:
@@ -52,7 +54,7 @@ def _gone(finished: pathlib.Path, adapter: pathlib.Path) -> None:
 
 def _half_removed(finished: pathlib.Path, adapter: pathlib.Path) -> None:
     old = adapter.rename(adapter.with_name("adapter.old"))
-    (old / peft.WEIGHTS).unlink()
+    (old / peft_files.WEIGHTS).unlink()
 
 
 def _not_yet_in_place(finished: pathlib.Path, adapter: pathlib.Path) -> None:
@@ -70,7 +72,7 @@ def test_a_run_killed_after_its_last_save_gets_its_adapter_at_the_next_start(
 
 
 def test_an_adapter_that_is_there_is_left_alone(workdir, capsys):
-    card = workdir / "adapter" / story.CARD
+    card = workdir / "adapter" / run_folder.CARD
     card.write_text(card.read_text() + "\nWords of its user.\n")
     before = (workdir / "adapter").stat().st_mtime_ns
     assert _run(workdir, 4) == 0
@@ -85,27 +87,27 @@ def test_an_adapter_that_cannot_be_written_leaves_the_one_before(finished, workd
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(story, "write_adapter", full)
+    monkeypatch.setattr(run_folder, "write_adapter", full)
     with pytest.raises(errors.ModelError, match="adapter: cannot be written: no space left"):
         _run(workdir, 4)
-    found = peft.read(str(workdir / "adapter"))
-    wanted = peft.read(str(finished / "of step 2"))
+    found = peft_files.read(str(workdir / "adapter"))
+    wanted = peft_files.read(str(finished / "of step 2"))
     for name, kinds in wanted.modules.items():
         for kind, array in kinds.items():
             np.testing.assert_array_equal(found.modules[name][kind], array)
 
 
 def test_every_start_has_an_entry(finished):
-    entries = json.loads((finished / "run" / story.STORY).read_text())
+    entries = json.loads((finished / "run" / run_folder.STORY).read_text())
     assert [entry["first_step"] for entry in entries] == [0, 2]
     assert not (finished / "run" / "run.json.old").exists()
 
 
 @pytest.mark.parametrize("text", ["[{", "{}", "\x80"])
 def test_a_damaged_story_is_set_aside_and_named(workdir, text, capsys):
-    (workdir / story.STORY).write_bytes(text.encode("latin-1"))
+    (workdir / run_folder.STORY).write_bytes(text.encode("latin-1"))
     assert _run(workdir, 5) == 0
-    assert f"{workdir / story.STORY}: is damaged" in capsys.readouterr().out
+    assert f"{workdir / run_folder.STORY}: is damaged" in capsys.readouterr().out
     assert (workdir / "run.json.old").read_bytes() == text.encode("latin-1")
-    entries = json.loads((workdir / story.STORY).read_text())
+    entries = json.loads((workdir / run_folder.STORY).read_text())
     assert [entry["first_step"] for entry in entries] == [4]

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import cli, config, errors, info, lora, optim, parallel, plan, targets
-from purelora import tree as trees
-from purelora.io import builtin
+from purelora.config import command_line, schema
+from purelora.core import errors, param_info, trees
+from purelora.interop import builtin
+from purelora.lora import adapters, targets
+from purelora.sharding import parallel
+from purelora.training import optimisers
+from purelora.training import plan as plans
 
 
 def adaptation(*, biases: bool = False, tied: bool = True, **settings: Any) -> targets.Adaptation:
@@ -146,8 +150,8 @@ def test_a_tied_table_goes_by_both_names(name, tied):
 def test_count_leaves_out_padding_and_padding_begins_at_zero():
     m = tiny.with_lora(tiny.model(), ("q_proj",), rank_pattern={"layers.1.self_attn.q_proj": 1})
     infos = m.adapter_infos()
-    assert lora.count(infos, m.adaptation.targets) == (4 + 1 + 4) * (32 + 32)
-    a = lora.initial(infos, m.adaptation.targets, key=jax.random.key(0))
+    assert adapters.count(infos, m.adaptation.targets) == (4 + 1 + 4) * (32 + 32)
+    a = adapters.initial(infos, m.adaptation.targets, key=jax.random.key(0))
     a = np.asarray(trees.flatten(a)["layers.self_attn.q_proj.lora_a"])
     assert not a[1, :, 1:].any() and a[1, :, 0].all() and a[0].all()
 
@@ -155,7 +159,7 @@ def test_count_leaves_out_padding_and_padding_begins_at_zero():
 def test_gaussian_has_the_deviation_of_each_layers_rank():
     m = tiny.with_lora(tiny.model(), ("down_proj",), r=64, rank_pattern={"2.mlp.down_proj": 16})
     infos = m.adapter_infos("gaussian")
-    a = lora.initial(infos, m.adaptation.targets, key=jax.random.key(0))
+    a = adapters.initial(infos, m.adaptation.targets, key=jax.random.key(0))
     a = np.asarray(trees.flatten(a)["layers.mlp.down_proj.lora_a"])
     np.testing.assert_allclose(a[0].std(), 1 / 64, rtol=0.1)
     np.testing.assert_allclose(a[2, :, :16].std(), 1 / 16, rtol=0.1)
@@ -165,8 +169,10 @@ def test_gaussian_has_the_deviation_of_each_layers_rank():
 def test_factors_and_the_rest_are_the_weight(init):
     """PiSSA takes the largest singular values, OLoRA the first columns of Q."""
     weight = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
-    factors = lora.svd_factors(weight, 3, 2.0) if init == "pissa" else lora.qr_factors(weight, 3)
-    rest = lora.residual(weight, factors, 2.0)
+    factors = (
+        adapters.svd_factors(weight, 3, 2.0) if init == "pissa" else adapters.qr_factors(weight, 3)
+    )
+    rest = adapters.residual(weight, factors, 2.0)
     a, b = map(np.asarray, factors)
     np.testing.assert_allclose(rest + 2 * (a @ b), weight, rtol=0, atol=1e-5)
     if init == "pissa":
@@ -183,7 +189,7 @@ def test_loraplus_multiplies_the_rate_of_lora_b_and_of_vectors():
     m = tiny.with_lora(tiny.model(), ("q_proj",), use_dora=True, modules_to_save=("norm",))
     infos = m.adapter_infos()
     ones = trees.map_leaves(lambda leaf: jnp.ones(leaf.shape), infos)
-    plus = optim.transformation(
+    plus = optimisers.transformation(
         cfg.__class__(**{**vars(cfg), "loraplus_lr_ratio": 16.0, "name": "sgd"}), infos
     )
     updates, _ = plus.update(ones, plus.init(ones), ones)
@@ -203,33 +209,33 @@ def test_dora_factor_gives_each_column_its_magnitude():
     magnitude = jnp.asarray([1.0, 2.0, 3.0, 4.0])
     adapter = (a, b, jnp.float32(0.5))
     total = parallel.WHOLE.collect
-    factor = lora.dora_factor(w, -2, adapter, magnitude, total)
+    factor = adapters.dora_factor(w, -2, adapter, magnitude, total)
     direction = np.asarray(w + 0.5 * a @ b)
     np.testing.assert_allclose(
         np.linalg.norm(direction * np.asarray(factor), axis=0), magnitude, rtol=1e-6
     )
     chex.assert_trees_all_close(
-        lora.dora_factor(w.T, -1, adapter, magnitude, total), factor, rtol=1e-6
+        adapters.dora_factor(w.T, -1, adapter, magnitude, total), factor, rtol=1e-6
     )
-    grad = jax.grad(lambda a: lora.dora_factor(w, -2, (a, b, adapter[2]), magnitude, total).sum())(
-        a
-    )
+    grad = jax.grad(
+        lambda a: adapters.dora_factor(w, -2, (a, b, adapter[2]), magnitude, total).sum()
+    )(a)
     assert not np.asarray(grad).any()
 
 
 def test_adapter_infos_follow_the_weights_axes():
     m = tiny.with_lora(tiny.model(), ("embed_tokens", "q_proj"), trainable_token_indices=())
-    flat: dict[str, info.ParamInfo] = trees.flatten(m.adapter_infos())
+    flat: dict[str, param_info.ParamInfo] = trees.flatten(m.adapter_infos())
     assert flat["embed_tokens.lora_a"].axes == ("vocab", "rank")
     assert flat["embed_tokens.lora_b"].axes == ("rank", "embed")
 
 
 def test_the_reported_share_counts_parameters_and_not_codes():
-    settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+    settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     shares = set()
     for qtype in ("none", "int8", "nf4"):
-        changed = dataclasses.replace(settings, quant=config.QuantConfig(qtype, None, ()))
-        made = plan.make(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
+        changed = dataclasses.replace(settings, quant=schema.QuantConfig(qtype, None, ()))
+        made = plans.make(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
         shares.add(made.describe_targets().rpartition(": ")[2])
     total = trees.count(jax.tree.map(lambda leaf: leaf.abstract, made.model.infos)) + 8192
     assert shares == {f"8,192 of {total:,} parameters trained ({8192 / total:.3%})"}
@@ -237,7 +243,7 @@ def test_the_reported_share_counts_parameters_and_not_codes():
 
 def test_a_pattern_is_checked_as_it_is_used():
     changes = {"rank_pattern": {"(?i)Q_PROJ": 2}}
-    settings = cli.parse(["--config=configs/tiny.py"], flags=()).config
+    settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     lora_settings = dataclasses.replace(settings.lora, **changes)
-    found = config.check(dataclasses.replace(settings, lora=lora_settings))
+    found = schema.check(dataclasses.replace(settings, lora=lora_settings))
     assert [(p.where, p.value) for p in found] == [("lora.rank_pattern", "(?i)Q_PROJ")]

@@ -15,20 +15,14 @@ import jax
 import numpy as np
 import pytest
 
-from purelora import (
-    assembly,
-    checkpoint,
-    cli,
-    errors,
-    evaluation,
-    metrics,
-    reporting,
-    signals,
-    train,
-)
+from purelora.checkpoint import store
+from purelora.commands import train
+from purelora.config import command_line
+from purelora.core import errors
 from purelora.data import load as data_load
-from purelora.io import builtin
+from purelora.interop import builtin
 from purelora.models import causal_lm
+from purelora.training import evaluation, log, metrics, setup, signals
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -49,9 +43,11 @@ def records(workdir: pathlib.Path, kind: str) -> list[dict]:
 
 def built(workdir: pathlib.Path, *arguments: str):
     """A run that is ready to go, and its state."""
-    settings = cli.parse([TINY, f"--config.workdir={workdir}", *BASE, *arguments], flags=()).config
-    model, plan = assembly.open_and_plan(settings, str)
-    return assembly.build(model, plan, str)
+    settings = command_line.parse(
+        [TINY, f"--config.workdir={workdir}", *BASE, *arguments], flags=()
+    ).config
+    model, plan = setup.open_and_plan(settings, str)
+    return setup.build(model, plan, str)
 
 
 def saved_state(workdir: pathlib.Path, *arguments: str):
@@ -190,7 +186,7 @@ def test_samples_before_and_after(tmp_path):
 class _PoisonedRun:
     """A run whose third batch has a weight so large that the loss overflows."""
 
-    def __init__(self, real: assembly.Run):
+    def __init__(self, real: setup.Run):
         self._real = real
 
     def __getattr__(self, name):
@@ -214,7 +210,7 @@ def test_a_batch_that_is_not_finite(tmp_path, policy):
         f"--config.nan_policy={policy}",
         "--config.checkpoint.save_first=False",
     )
-    with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
+    with signals.catch() as stop, log.reporting(run_, start) as reporter:
         if policy == "abort":
             with pytest.raises(errors.DivergedError, match="step 3: is not finite.*no checkpoint"):
                 train.train(_PoisonedRun(run_), start, reporter, stop)
@@ -263,7 +259,9 @@ def test_a_resumed_run_saves_its_first_step_too(tmp_path):
 
 def test_time_between_saves_begins_at_the_last_save():
     times = iter([0.0, 9.0, 11.0, 12.0, 21.0, 22.5])
-    settings = cli.parse([TINY, "--config.checkpoint.save_secs=10"], flags=()).config.checkpoint
+    settings = command_line.parse(
+        [TINY, "--config.checkpoint.save_secs=10"], flags=()
+    ).config.checkpoint
     settings = dataclasses.replace(settings, save_steps=None, save_first=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: next(times))
@@ -277,7 +275,9 @@ def test_time_between_saves_begins_at_the_last_save():
 
 def test_a_wish_that_comes_late_makes_one_save():
     """Of several processes, which know it a step late: it is wished twice before it is made."""
-    settings = cli.parse([TINY, "--config.checkpoint.save_secs=10"], flags=()).config.checkpoint
+    settings = command_line.parse(
+        [TINY, "--config.checkpoint.save_secs=10"], flags=()
+    ).config.checkpoint
     settings = dataclasses.replace(settings, save_steps=None, save_first=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: now)
@@ -298,7 +298,7 @@ def test_the_first_save_that_fails_ends_the_run_at_its_first_step(tmp_path, monk
     def fails(*_):
         raise OSError("no such luck")
 
-    monkeypatch.setattr(checkpoint, "_check_space", fails)
+    monkeypatch.setattr(store, "_check_space", fails)
     with pytest.raises(errors.CheckpointError, match="checkpoints/1: cannot be written .no such"):
         run(tmp_path, "--config.steps=50", NO_EVAL)
     assert [r["step"] for r in records(tmp_path, "train")] == [1]
@@ -308,7 +308,7 @@ def test_a_save_that_fails_at_the_end_is_an_error_of_the_run(tmp_path, monkeypat
     def fails(*_):
         raise OSError("no such luck")
 
-    monkeypatch.setattr(checkpoint, "_check_space", fails)
+    monkeypatch.setattr(store, "_check_space", fails)
     with pytest.raises(errors.CheckpointError, match="checkpoints/2: cannot be written .no such"):
         run(tmp_path, "--config.steps=2", NO_EVAL, "--config.checkpoint.save_first=False")
     assert "finish" not in [e["name"] for e in records(tmp_path, "event")]
@@ -316,14 +316,14 @@ def test_a_save_that_fails_at_the_end_is_an_error_of_the_run(tmp_path, monkeypat
 
 def test_records_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
     seen = []
-    write = checkpoint.Checkpoints._write_items
+    write = store.Checkpoints._write_items
 
     def spied(self, path, *rest):
         seen.append((int(path.name), records(tmp_path, "train")[-1]["step"],
                      records(tmp_path, "eval")[-1]["step"]))  # fmt: skip
         write(self, path, *rest)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_write_items", spied)
+    monkeypatch.setattr(store.Checkpoints, "_write_items", spied)
     run(tmp_path, "--config.steps=6", "--config.eval_steps=2", "--config.checkpoint.save_steps=2",
         "--config.log_steps=1", "--config.checkpoint.async_save=False")  # fmt: skip
     assert seen == [(1, 1, 0), (2, 2, 2), (4, 4, 4), (6, 6, 6)]
@@ -331,7 +331,7 @@ def test_records_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
 
 def test_a_signal_in_the_last_eval_does_not_lose_the_save(tmp_path, monkeypatch):
     run_, start = built(tmp_path, "--config.steps=2", "--config.checkpoint.save_first=False")
-    with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
+    with signals.catch() as stop, log.reporting(run_, start) as reporter:
 
         def evaluate(run, current, stop):
             if int(current.step) == 2:
@@ -340,7 +340,7 @@ def test_a_signal_in_the_last_eval_does_not_lose_the_save(tmp_path, monkeypatch)
         monkeypatch.setattr(evaluation, "evaluate", evaluate)
         train.train(run_, start, reporter, stop)
     assert stop.status == 128 + signal.SIGTERM
-    assert checkpoint.find(tmp_path)[1] == 2
+    assert store.find(tmp_path)[1] == 2
 
 
 def test_the_best_checkpoint_is_kept_with_its_loss(tmp_path, monkeypatch):
@@ -353,7 +353,7 @@ def test_the_best_checkpoint_is_kept_with_its_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     run(tmp_path, "--config.steps=5", "--config.eval_steps=1", "--config.checkpoint.save_steps=1",
         "--config.checkpoint.keep_last=1", "--config.checkpoint.keep_best=True")  # fmt: skip
-    found, last = checkpoint.find(tmp_path)
+    found, last = store.find(tmp_path)
     assert (found.steps(), last) == ([2, 5], 5)
     assert found.meta(2)["eval_loss"] == 3.0
 
@@ -361,7 +361,7 @@ def test_the_best_checkpoint_is_kept_with_its_loss(tmp_path, monkeypatch):
 def test_a_checkpoint_with_its_base_is_a_whole_model(tmp_path):
     run(tmp_path, "--config.steps=1", NO_EVAL, "--config.checkpoint.save_base=True")
     run_, _ = built(tmp_path, "--config.steps=1", NO_EVAL)
-    found, step = checkpoint.find(tmp_path)
+    found, step = store.find(tmp_path)
     like = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), run_.base
     )
@@ -408,7 +408,7 @@ def test_one_compilation_for_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(causal_lm, "make_forward", counted)
     chex.clear_trace_counter()
     run_, start = built(tmp_path, "--config.steps=3", "--config.eval_steps=1")
-    with signals.catch() as stop, reporting.reporting(run_, start) as reporter:
+    with signals.catch() as stop, log.reporting(run_, start) as reporter:
         final = train.train(run_, start, reporter, stop)
     assert len(traced) == 2
     batch = run_.data.train.batch(0)
@@ -514,12 +514,12 @@ def test_a_prompt_is_tokenised_as_the_training_data_is(tmp_path):
 
 
 def test_a_changed_config_json_is_noticed_on_resume(finished, monkeypatch):
-    real = assembly.plans.make
+    real = setup.plans.make
 
     def other_eps(settings, hf_config, where, devices):
         return real(settings, {**hf_config, "rms_norm_eps": 0.1}, where, devices)
 
-    monkeypatch.setattr(assembly.plans, "make", other_eps)
+    monkeypatch.setattr(setup.plans, "make", other_eps)
     with pytest.raises(errors.CheckpointError, match=r"config\.json: rms_norm_eps = 0\.1"):
         run(finished, "--config.steps=10", "--config.checkpoint.save_steps=5")
 
@@ -566,7 +566,9 @@ def test_incomplete_checkpoints_are_named_and_a_renamed_one_refused(tmp_path, ca
 def test_a_byte_order_mark_in_a_template_is_no_text(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("\ufeff{{ messages[0].content }}", encoding="utf-8")
-    settings = cli.parse([TINY, f"--config.data.chat_template={template}"], flags=()).config
+    settings = command_line.parse(
+        [TINY, f"--config.data.chat_template={template}"], flags=()
+    ).config
     compiled = data_load.compile_template(settings, builtin.tiny().tokenizer)
     messages = [{"role": "user", "content": "x"}]
     text = compiled.render(messages, tools=None, add_generation_prompt=False, where="here")
@@ -579,7 +581,7 @@ def test_options_reach_the_chat_template(tmp_path):
     chosen = f"--config.data.chat_template={template}"
     for given, wanted in (("True", "x thinks"), ("False", "x")):
         option = f"--config.data.chat_template_kwargs={{'enable_thinking': {given}}}"
-        settings = cli.parse([TINY, chosen, option], flags=()).config
+        settings = command_line.parse([TINY, chosen, option], flags=()).config
         compiled = data_load.compile_template(settings, builtin.tiny().tokenizer)
         messages = [{"role": "user", "content": "x"}]
         text = compiled.render(messages, tools=None, add_generation_prompt=False, where="here")

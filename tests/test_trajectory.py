@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
-from purelora import artefact, assembly, cli
-from purelora import tree as trees
-from purelora.io import builtin, source
-from purelora.io import peft as peft_io
+from purelora.config import command_line
+from purelora.core import trees
+from purelora.formats import source
+from purelora.interop import builtin
+from purelora.interop.peft import convert
+from purelora.interop.peft import files as peft_files
+from purelora.training import setup
 
 REPO = pathlib.Path(__file__).parent.parent
 STEPS = 20
@@ -70,7 +73,7 @@ def torch_model(weights: dict[str, np.ndarray]):
     return model
 
 
-def run_with_torch(model: Any, run: assembly.Run) -> list[float]:
+def run_with_torch(model: Any, run: setup.Run) -> list[float]:
     """The losses of plain AdamW with LoRA+'s two rates, as PEFT's users train."""
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)  # Two would wait for each other at every operation on a busy machine.
@@ -114,16 +117,16 @@ def test_losses_and_adapters_are_those_of_peft(
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
     arguments = [*COMMON, f"--config.workdir={tmp_path / 'run'}", *VARIANTS[variant]]
-    settings = cli.parse(arguments, flags=()).config
-    run, state = assembly.build(*assembly.open_and_plan(settings, str), str)
+    settings = command_line.parse(arguments, flags=()).config
+    run, state = setup.build(*setup.open_and_plan(settings, str), str)
 
-    known = artefact.record(run.plan.model, settings.lora, "smollm2-135m")
+    known = convert.record(run.plan.model, settings.lora, "smollm2-135m")
 
-    def adapter(trainable: trees.Tree) -> peft_io.Adapter:
+    def adapter(trainable: trees.Tree) -> peft_files.Adapter:
         leaves = {path: np.array(leaf) for path, leaf in trees.flatten(trainable).items()}
-        return artefact.unrolled(leaves, known, path="run", base_fingerprint=None)
+        return convert.unrolled(leaves, known, path="run", base_fingerprint=None)
 
-    peft_io.write(str(tmp_path / "start"), adapter(state.trainable))
+    peft_files.write(str(tmp_path / "start"), adapter(state.trainable))
     model = peft.PeftModel.from_pretrained(
         torch_model(weights), str(tmp_path / "start"), is_trainable=True
     )
@@ -137,7 +140,7 @@ def test_losses_and_adapters_are_those_of_peft(
     assert ours[-1] != ours[0]
 
     model.save_pretrained(str(tmp_path / "end"))
-    want, got = peft_io.read(str(tmp_path / "end")), adapter(state.trainable)
+    want, got = peft_files.read(str(tmp_path / "end")), adapter(state.trainable)
     pairs = [
         (array, want.modules[name][kind])
         for name, kinds in got.modules.items()

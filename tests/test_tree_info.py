@@ -12,8 +12,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from purelora import info
-from purelora import tree as trees
+from purelora.core import param_info, trees
 
 NAMES = st.text("abc_", min_size=1, max_size=3)
 TREES = st.dictionaries(
@@ -93,12 +92,12 @@ def test_bytes_are_listed_largest_first():
     assert list(trees.bytes_by_dtype(leaves)) == ["float32", "bfloat16", "int8"]
 
 
-MATRIX = info.ParamInfo((3, 64, 32), "float32", ("layers", "embed", "mlp"), contracting=-2)
+MATRIX = param_info.ParamInfo((3, 64, 32), "float32", ("layers", "embed", "mlp"), contracting=-2)
 
 
 @pytest.mark.parametrize("init", ["normal", "he_uniform"])
 def test_layers_of_a_stack_have_draws_of_their_own(init):
-    values = info.initial(dataclasses.replace(MATRIX, init=init), key=jax.random.key(0))
+    values = param_info.initial(dataclasses.replace(MATRIX, init=init), key=jax.random.key(0))
     assert values.shape == (3, 64, 32)
     for i in range(3):
         for j in range(i):
@@ -107,7 +106,7 @@ def test_layers_of_a_stack_have_draws_of_their_own(init):
 
 def test_every_layer_of_a_model_differs():
     m = tiny.with_lora(tiny.model())
-    base = info.initial_tree(m.infos, key=jax.random.key(0))
+    base = param_info.initial_tree(m.infos, key=jax.random.key(0))
     for path, value in trees.flatten(base | {"adapters": tiny.adapters(m, fresh=True)}).items():
         constant = "norm" in path or path.endswith("lora_b")
         if "layers." in path and not constant:
@@ -120,48 +119,50 @@ def test_every_layer_of_a_model_differs():
 )
 def test_spread_follows_the_fan_in(init, contracting, spread):
     leaf = dataclasses.replace(MATRIX, init=init, contracting=contracting)
-    values = info.initial(leaf, key=jax.random.key(0))
+    values = param_info.initial(leaf, key=jax.random.key(0))
     np.testing.assert_allclose(values.std(), spread, rtol=0.03)
     np.testing.assert_allclose(values.mean(), 0, atol=0.01)
 
 
 @pytest.mark.parametrize(("init", "value"), [("zeros", 0), ("ones", 1)])
 def test_constant_values(init, value):
-    leaf = info.ParamInfo((3, 5), "bfloat16", ("layers", None), init=init)
+    leaf = param_info.ParamInfo((3, 5), "bfloat16", ("layers", None), init=init)
     chex.assert_trees_all_equal(
-        info.initial(leaf, key=jax.random.key(0)), jnp.full((3, 5), value, jnp.bfloat16)
+        param_info.initial(leaf, key=jax.random.key(0)), jnp.full((3, 5), value, jnp.bfloat16)
     )
 
 
 def test_unknown_init():
     with pytest.raises(ValueError, match="unknown init 'xavier'"):
-        info.initial(dataclasses.replace(MATRIX, init="xavier"), key=jax.random.key(0))
+        param_info.initial(dataclasses.replace(MATRIX, init="xavier"), key=jax.random.key(0))
 
 
 def test_values_depend_on_path_and_key_alone():
     """Other leaves beside it do not matter; another path or key does."""
     key, leaf = jax.random.key(0), dataclasses.replace(MATRIX, shape=(2, 4, 3))
-    both = info.initial_tree({"a": {"w": leaf}, "b": {"w": leaf}}, key=key)
-    alone = info.initial_tree({"b": {"w": leaf}}, key=key)
+    both = param_info.initial_tree({"a": {"w": leaf}, "b": {"w": leaf}}, key=key)
+    alone = param_info.initial_tree({"b": {"w": leaf}}, key=key)
     np.testing.assert_array_equal(both["b"]["w"], alone["b"]["w"])
     assert not np.array_equal(both["a"]["w"], both["b"]["w"])
-    other = info.initial_tree({"b": {"w": leaf}}, key=jax.random.key(1))
+    other = param_info.initial_tree({"b": {"w": leaf}}, key=jax.random.key(1))
     assert not np.array_equal(other["b"]["w"], alone["b"]["w"])
 
 
 def test_path_keys_are_the_same_on_every_run():
     """Golden: Python's own hash changes from run to run, and other processes resume a run."""
-    data = jax.random.key_data(info.path_key(jax.random.key(0), "layers.self_attn.q_proj.lora_a"))
+    data = jax.random.key_data(
+        param_info.path_key(jax.random.key(0), "layers.self_attn.q_proj.lora_a")
+    )
     assert data.tolist() == [424781122, 3697040833]
 
 
 def test_abstract_is_what_initial_gives():
     for leaf in (MATRIX, dataclasses.replace(MATRIX, dtype="bfloat16", init="he_uniform")):
         chex.assert_trees_all_equal_shapes_and_dtypes(
-            info.initial(leaf, key=jax.random.key(0)), leaf.abstract
+            param_info.initial(leaf, key=jax.random.key(0)), leaf.abstract
         )
 
 
 def test_shape_and_axes_must_agree():
     with pytest.raises(AssertionError):
-        info.ParamInfo((2, 3), "float32", ("embed",))
+        param_info.ParamInfo((2, 3), "float32", ("embed",))

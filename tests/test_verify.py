@@ -11,7 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from purelora import checkpoint, errors, kills, verify
+from purelora.analysis import fault_injection
+from purelora.checkpoint import store
+from purelora.commands import verify
+from purelora.core import errors
 
 REPO = pathlib.Path(__file__).parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -70,7 +73,7 @@ get_config = tiny.get_config
 def test_a_run_that_does_not_resume_exactly_fails(tmp_path, capsys, monkeypatch):
     """One element of one adapter is off after a restart (by enough for float32 losses to tell)."""
     # The config is read by this process too: what it replaces is put back after the test.
-    monkeypatch.setattr(checkpoint.Checkpoints, "restore", checkpoint.Checkpoints.restore)
+    monkeypatch.setattr(store.Checkpoints, "restore", store.Checkpoints.restore)
     (tmp_path / "sabotaged.py").write_text(SABOTAGED)
     config = f"--config={tmp_path / 'sabotaged.py'}"
     options = ("--kills=1", "--config.steps=4", "--config.checkpoint.save_steps=1")
@@ -189,39 +192,46 @@ def test_records_that_are_missing_doubled_or_different_are_named(tmp_path, capsy
     ],
 )
 def test_lines_begin_phases(line, phase):
-    found = kills.phase_after(line, evaluates=lambda step, is_last: step % 4 == 0 or is_last)
-    assert found == (None if phase is None else kills.Phase(*phase))
+    found = fault_injection.phase_after(
+        line, evaluates=lambda step, is_last: step % 4 == 0 or is_last
+    )
+    assert found == (None if phase is None else fault_injection.Phase(*phase))
 
 
-def _marks() -> list[kills.Mark]:
+def _marks() -> list[fault_injection.Mark]:
     names = [("start", 0), ("compile", 0), ("eval", 0), ("step", 1), ("save", 1), ("step", 2),
              ("eval", 2), ("save", 2), ("end", 2)]  # fmt: skip
-    return [kills.Mark(kills.Phase(*name), 10.0 * i) for i, name in enumerate(names)]
+    return [
+        fault_injection.Mark(fault_injection.Phase(*name), 10.0 * i) for i, name in enumerate(names)
+    ]
 
 
 def test_moments_cover_all_phases_and_only_those_to_come():
     for seed in range(20):
-        moments = kills.Moments(_marks(), save_secs=2.0, saves_first=False, seed=seed)
+        moments = fault_injection.Moments(_marks(), save_secs=2.0, saves_first=False, seed=seed)
         drawn = [moments.draw(i, resumes_from=None, last_step=2) for i in range(10)]
         counted = collections.Counter(moment.phase.name for moment in drawn)
         assert counted == {"step": 2, "save": 2, "eval": 2, "compile": 2, "start": 2}
         assert drawn[0].phase.name not in ("compile", "start")
         for moment in drawn:
             assert 0 <= moment.delay_secs <= (2 if moment.phase.name == "save" else 10)
-            assert moment.phase != kills.Phase("save", 2)
+            assert moment.phase != fault_injection.Phase("save", 2)
         later = [moments.draw(i, resumes_from=1, last_step=2).phase for i in range(10)]
         assert all(phase.step == 2 or phase.name in ("compile", "start") for phase in later)
 
 
 def test_the_save_of_the_first_step_after_a_restart_can_be_hit():
-    moments = kills.Moments(_marks(), save_secs=2.0, saves_first=True, seed=0)
+    moments = fault_injection.Moments(_marks(), save_secs=2.0, saves_first=True, seed=0)
     drawn = [moments.draw(i, resumes_from=7, last_step=9).phase for i in range(5)]
-    assert drawn.count(kills.Phase("save", 8)) >= 1
+    assert drawn.count(fault_injection.Phase("save", 8)) >= 1
 
 
 def test_a_faster_start_shortens_the_time_to_kill_in():
-    moments = kills.Moments(_marks(), save_secs=2.0, saves_first=False, seed=0)
-    fast = [kills.Mark(kills.Phase("start", 0), 0.0), kills.Mark(kills.Phase("compile", 0), 1.0)]
+    moments = fault_injection.Moments(_marks(), save_secs=2.0, saves_first=False, seed=0)
+    fast = [
+        fault_injection.Mark(fault_injection.Phase("start", 0), 0.0),
+        fault_injection.Mark(fault_injection.Phase("compile", 0), 1.0),
+    ]
     moments.saw(fast)
     drawn = [moments.draw(4, resumes_from=None, last_step=2) for _ in range(20)]
     assert all(m.phase.name == "start" and m.delay_secs <= 1 for m in drawn)
@@ -239,29 +249,35 @@ time.sleep(30)
 
 @pytest.mark.parametrize("phase", [("start", 0), ("compile", 0), ("step", 2), ("save", 1)])
 def test_a_child_is_killed_in_the_phase_that_was_drawn(phase):
-    child = kills.Child([sys.executable, "-c", TALKING], lambda step, is_last: False)
+    child = fault_injection.Child([sys.executable, "-c", TALKING], lambda step, is_last: False)
     with child:
-        moment = kills.Moment(kills.Phase(*phase), 0.0)
+        moment = fault_injection.Moment(fault_injection.Phase(*phase), 0.0)
         assert child.run(moment, last_save=2) is None
-    assert child.marks[-1].phase == kills.Phase(*phase)
+    assert child.marks[-1].phase == fault_injection.Phase(*phase)
 
 
 def test_a_child_is_killed_at_its_last_save_at_the_latest():
-    child = kills.Child([sys.executable, "-c", TALKING], lambda step, is_last: False)
+    child = fault_injection.Child([sys.executable, "-c", TALKING], lambda step, is_last: False)
     with child:
-        assert child.run(kills.Moment(kills.Phase("eval", 2), 0.0), last_save=2) is None
-    assert child.marks[-1].phase == kills.Phase("save", 2)
+        assert (
+            child.run(fault_injection.Moment(fault_injection.Phase("eval", 2), 0.0), last_save=2)
+            is None
+        )
+    assert child.marks[-1].phase == fault_injection.Phase("save", 2)
 
 
 def test_a_child_without_a_last_save_is_not_killed_at_one():
     said = "print('save at step 0: x', flush=True)"
-    child = kills.Child([sys.executable, "-c", said], lambda step, is_last: False)
+    child = fault_injection.Child([sys.executable, "-c", said], lambda step, is_last: False)
     with child:
-        assert child.run(kills.Moment(kills.Phase("eval", 2), 0.0), last_save=None) == 0
+        assert (
+            child.run(fault_injection.Moment(fault_injection.Phase("eval", 2), 0.0), last_save=None)
+            == 0
+        )
 
 
 def test_the_status_and_the_last_words_of_a_child():
-    child = kills.Child(
+    child = fault_injection.Child(
         [sys.executable, "-c", "print('why'); raise SystemExit(3)"], lambda *_: False
     )
     with child:

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from purelora import collectives, config, info, optim, quant, rules, specs, state, step
-from purelora import tree as trees
-from purelora.models import causal_lm, layers, moe
+from purelora.config import schema
+from purelora.core import param_info, train_state, trees
+from purelora.core.batch import Batch, Inputs
+from purelora.models import causal_lm, moe
+from purelora.ops import quant
+from purelora.sharding import collectives, rules, specs
+from purelora.training import optimisers, step
 
 VOCAB, LAYERS = families.VOCAB, families.LAYERS
 LENGTH, ROWS = 12, 32
@@ -46,9 +50,9 @@ def model(family: str = "llama", **changes: Any) -> causal_lm.CausalLM:
     return causal_lm.from_hf(hf_config(family, **changes), "config.json", dtype="float32")
 
 
-def lora_config(**changes: Any) -> config.LoraConfig:
+def lora_config(**changes: Any) -> schema.LoraConfig:
     """Settings of adapters of rank 4 and scaling 2 on all linear modules, with `changes`."""
-    settings = config.LoraConfig(
+    settings = schema.LoraConfig(
         enabled=True,
         r=4,
         lora_alpha=8.0,
@@ -96,7 +100,7 @@ def weights(m: causal_lm.CausalLM) -> trees.Tree:
 
 
 def _initial(infos: trees.Tree, seed: int) -> trees.Tree:
-    return jax.jit(lambda key: info.initial_tree(infos, key=key))(jax.random.key(seed))
+    return jax.jit(lambda key: param_info.initial_tree(infos, key=key))(jax.random.key(seed))
 
 
 def adapters(m: causal_lm.CausalLM, *, fresh: bool = False) -> trees.Tree:
@@ -115,7 +119,9 @@ def quantised(
     @jax.jit
     def quantise(tree: trees.Tree) -> trees.Tree:
         return trees.map_leaves(
-            lambda w, i: w if isinstance(i, info.ParamInfo) else quant.quantise(w, i), tree, infos
+            lambda w, i: w if isinstance(i, param_info.ParamInfo) else quant.quantise(w, i),
+            tree,
+            infos,
         )
 
     return quantise(floats), infos
@@ -126,18 +132,18 @@ def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> Mesh
     return specs.make_mesh(data, fsdp, devices, expert=expert, tensor=tensor)
 
 
-def inputs(tokens_BT: Any) -> layers.Inputs:
+def inputs(tokens_BT: Any) -> Inputs:
     """Whole rows of one document each."""
     tokens = jnp.asarray(tokens_BT, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return layers.Inputs(tokens, positions, jnp.ones_like(tokens))
+    return Inputs(tokens, positions, jnp.ones_like(tokens))
 
 
 def tokens(rows: int, length: int = LENGTH, seed: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (rows, length)).astype(np.int32)
 
 
-def flat_batch() -> step.Batch:
+def flat_batch() -> Batch:
     """`[ROWS, LENGTH]`: documents of all lengths, uneven weights, rows and devices without any.
 
     Rows 4 to 7 (one device's rows of 8 devices) have no supervised token and row 5 no token at all.
@@ -151,7 +157,7 @@ def flat_batch() -> step.Batch:
     supervised = real & (place >= rng.integers(0, LENGTH, ROWS)[:, None])
     supervised[4:8], supervised[9] = False, real[9]
     scale = rng.choice(np.float32([0.5, 1.0, 2.0]), (ROWS, 1))
-    return step.Batch(
+    return Batch(
         tokens=np.where(real, ids[:, :-1], 0),
         targets=np.where(real, ids[:, 1:], 0),
         weights=supervised * scale,
@@ -160,14 +166,14 @@ def flat_batch() -> step.Batch:
     )
 
 
-def micro_batches(flat: step.Batch, accum: int) -> step.Batch:
+def micro_batches(flat: Batch, accum: int) -> Batch:
     """`[R, T]` arrays as `[accum, R / accum, T]`."""
-    return step.Batch(*(a.reshape(accum, -1, a.shape[-1]) for a in flat))
+    return Batch(*(a.reshape(accum, -1, a.shape[-1]) for a in flat))
 
 
-def optim_config(name: str) -> config.OptimConfig:
+def optim_config(name: str) -> schema.OptimConfig:
     """Plain SGD at a constant rate, or AdamW with all that it offers."""
-    sgd = config.OptimConfig(
+    sgd = schema.OptimConfig(
         name="sgd",
         learning_rate=LEARNING_RATE,
         schedule="constant",
@@ -245,15 +251,17 @@ class Trainer:
     base: trees.Tree
     layout: step.Layout
     tx: Any
-    schedule: optim.Schedule
+    schedule: optimisers.Schedule
     step: Callable[..., Any]
     eval: Callable[..., Any]
     traces: list[str]
 
-    def new_state(self, trainable: trees.Tree | None = None, start: int = 0) -> state.TrainState:
+    def new_state(
+        self, trainable: trees.Tree | None = None, start: int = 0
+    ) -> train_state.TrainState:
         """The state before step `start`, in buffers of its own."""
         leaves = jax.device_get(self.trainable if trainable is None else trainable)
-        fresh = state.create(leaves, self.tx, key=jax.random.key(0))
+        fresh = train_state.create(leaves, self.tx, key=jax.random.key(0))
         fresh = fresh._replace(step=jnp.int32(start))
         placed = specs.shardings(self.layout.state, self.layout.mesh)
         return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=placed)(fresh)
@@ -285,10 +293,10 @@ def trainer(case: Case) -> Trainer:
         base, base_specs = {}, {}
 
     cfg = optim_config(case.optimiser)
-    tx = optim.transformation(cfg, infos)
-    schedule = optim.schedule(cfg, 10)
+    tx = optimisers.transformation(cfg, infos)
+    schedule = optimisers.schedule(cfg, 10)
     abstract = trees.map_leaves(lambda i: i.abstract, infos)
-    state_specs = state.state_specs(train_specs, tx, abstract, specs.P())
+    state_specs = train_state.state_specs(train_specs, tx, abstract, specs.P())
     layout = step.Layout(on, train_specs, base_specs, state_specs)
     together = trees.combine(base_specs, train_specs)
     shards = collectives.shards(together, m.flat_infos, keep_gathered=case.keep_gathered)
@@ -316,7 +324,7 @@ def trainer(case: Case) -> Trainer:
 def quantised_leaf(weight: jax.Array, contracting: int, qtype: str) -> Any:
     """One weight, quantised as a base's are."""
     axes = (None,) * weight.ndim
-    like = info.ParamInfo(weight.shape, "float32", axes, contracting=contracting)
+    like = param_info.ParamInfo(weight.shape, "float32", axes, contracting=contracting)
     infos = quant.quantised_infos({"w": {"weight": like}}, qtype=qtype, tile_size=None, skip=())
     leaf = infos["w"]["weight"]
     return weight if leaf is like else quant.quantise(weight, leaf)

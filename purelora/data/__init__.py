@@ -1,1 +1,5 @@
-"""From a data file to batches that are a pure function of (seed, step)."""
+"""From files of rows to batches: records, chat templates, masks, packing.
+
+It may import: core, config, weights.
+It may not know models, devices or the train step.
+"""

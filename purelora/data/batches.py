@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from purelora import errors, step
+from purelora.core import errors
+from purelora.core.batch import Batch
 from purelora.data import examples as example_sets
 from purelora.data import packing
 
@@ -67,7 +68,7 @@ class Batches:
         rows = self.rows_at(index)
         return sum(len(self.examples[number].tokens) for row in rows for number in row)
 
-    def batch(self, index: int, own: Sequence[int] | None = None) -> step.Batch:
+    def batch(self, index: int, own: Sequence[int] | None = None) -> Batch:
         """Batch `index`; rows that a short batch lacks are all padding and have no weight.
 
         Args:
@@ -79,7 +80,7 @@ class Batches:
         chosen = range(rows) if own is None else own
         numbers = [micro * rows + row for micro in range(accum_steps) for row in chosen]
         shape = (len(numbers), self.max_length)
-        flat = step.Batch(
+        flat = Batch(
             tokens=np.zeros(shape, np.int32),
             targets=np.zeros(shape, np.int32),
             weights=np.zeros(shape, np.float32),
@@ -90,8 +91,8 @@ class Batches:
         for place, number in enumerate(numbers):
             if number < len(filled):
                 examples = [self.examples[i] for i in filled[number]]
-                _fill_row(step.Batch(*(a[place] for a in flat)), examples)
-        return step.Batch(*(a.reshape(self.accum_steps, -1, self.max_length) for a in flat))
+                _fill_row(Batch(*(a[place] for a in flat)), examples)
+        return Batch(*(a.reshape(self.accum_steps, -1, self.max_length) for a in flat))
 
     @functools.cached_property
     def _order(self) -> grain.MapDataset[list[packing.Row]]:
@@ -102,7 +103,7 @@ class Batches:
         return rows.batch(self.batch_size, drop_remainder=False, batch_fn=list).repeat()
 
 
-def _fill_row(row: step.Batch, examples: Sequence[example_sets.Example]) -> None:
+def _fill_row(row: Batch, examples: Sequence[example_sets.Example]) -> None:
     """Writes `examples` one after the other into the arrays of one row."""
     start = 0
     for segment, (tokens, supervised) in enumerate(examples, start=1):

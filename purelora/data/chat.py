@@ -31,9 +31,9 @@ import jinja2.parser
 import jinja2.sandbox
 import numpy as np
 
-from purelora import errors
+from purelora.core import errors
 from purelora.data import records
-from purelora.io import tokenizer as tokenizers
+from purelora.weights import tokenizer
 
 UnnestedTemplate = Literal["raise", "last_turn"]
 Span = tuple[int, int]
@@ -206,7 +206,7 @@ def spans_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     return mask
 
 
-def ends_in(text: str, span: Span, encoding: tokenizers.Encoding, end_ids: Sequence[int]) -> bool:
+def ends_in(text: str, span: Span, encoding: tokenizer.Encoding, end_ids: Sequence[int]) -> bool:
     """Whether the last token of `span` that is not white space is one of `end_ids`."""
     inside = np.flatnonzero(spans_mask(encoding.offsets, [span]))
     for index in inside[::-1]:

@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from purelora import errors
+from purelora.core import errors
 from purelora.data import chat as chats
 from purelora.data import records as record_files
-from purelora.io import tokenizer as tokenizers
+from purelora.weights import tokenizer as tokenizers
 
 Task = Literal["sft", "pretrain"]
 TooLong = Literal["drop", "truncate", "raise"]

@@ -4,9 +4,10 @@ import datetime
 import pathlib
 from typing import NamedTuple
 
-from purelora import config, errors
+from purelora.config import schema
+from purelora.core import errors
 from purelora.data import batches, chat, examples, packing, records, sets
-from purelora.io import tokenizer as tokenizers
+from purelora.weights import tokenizer as tokenizers
 
 
 class RunData(NamedTuple):
@@ -27,7 +28,7 @@ class RunData(NamedTuple):
     fingerprint: str
 
 
-def load(settings: config.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
+def load(settings: schema.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
     """Reads, tokenises, splits and packs the data.
 
     Raises:
@@ -64,7 +65,7 @@ def load(settings: config.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
 
 
 def compile_template(
-    settings: config.Config, tokenizer: tokenizers.Tokenizer
+    settings: schema.Config, tokenizer: tokenizers.Tokenizer
 ) -> chat.ChatTemplate | None:
     """The chat template of the config's file, or the model's own; None without either."""
     source = tokenizer.chat_template
@@ -92,7 +93,7 @@ def compile_template(
 
 
 def _examples(
-    key: str, name: str, encoder: examples.Encoder, settings: config.Config
+    key: str, name: str, encoder: examples.Encoder, settings: schema.Config
 ) -> tuple[list[examples.Example], examples.DataReport]:
     found = records.read(sets.resolve(name, key))
     return examples.build(
@@ -101,7 +102,7 @@ def _examples(
 
 
 def _batches(
-    chosen: list[examples.Example], settings: config.Config, *, shuffle: bool
+    chosen: list[examples.Example], settings: schema.Config, *, shuffle: bool
 ) -> batches.Batches:
     lengths = [len(example.tokens) for example in chosen]
     return batches.Batches(

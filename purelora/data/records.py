@@ -24,7 +24,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from purelora import errors
+from purelora.core import errors
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

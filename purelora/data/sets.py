@@ -2,7 +2,7 @@
 
 import pathlib
 
-from purelora import errors
+from purelora.core import errors
 
 _FILES = pathlib.Path(__file__).parent / "files"
 

@@ -12,11 +12,10 @@ import einops
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora import params
-from purelora import tree as trees
-from purelora.info import ParamInfo
-from purelora.models import layers, moe
-from purelora.models.reading import Config
+from purelora.core import trees
+from purelora.core.param_info import ParamInfo
+from purelora.models import layers, moe, params
+from purelora.models.hf_config import Config
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

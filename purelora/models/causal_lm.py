@@ -8,29 +8,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from purelora import config as configs
-from purelora import errors, info, lora, loss, params, targets
-from purelora import tree as trees
+from purelora.config import schema
+from purelora.core import errors, param_info, trees
+from purelora.core.batch import Inputs
+from purelora.lora import adapters as lora
+from purelora.lora import targets
 from purelora.models import (
-    cached,
     decoder,
+    hf_config,
+    hf_layout,
+    hf_multimodal,
+    kv_cache,
+    layers,
+    loss,
+    moe,
+    params,
+    stacks,
+)
+from purelora.models.families import (
     gemma2,
     gemma3,
     gemma4,
     gpt_oss,
-    layers,
     llama,
     mistral,
     mixtral,
-    moe,
-    multimodal,
     qwen2,
     qwen3,
     qwen3_moe,
-    reading,
-    stacks,
-    storage,
 )
+from purelora.sharding import parallel
 
 FAMILIES: tuple[decoder.Family, ...] = (
     llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, gemma4,
@@ -67,12 +74,12 @@ class CausalLM:
     """
 
     family: decoder.Family
-    config: reading.Config
+    config: hf_config.Config
     infos: trees.Tree
     adaptation: targets.Adaptation
 
     @functools.cached_property
-    def flat_infos(self) -> dict[str, info.ParamInfo]:
+    def flat_infos(self) -> dict[str, param_info.ParamInfo]:
         return trees.flatten(self.infos)
 
     @functools.cached_property
@@ -86,43 +93,43 @@ class CausalLM:
         return {path: decoder.hf_names(self.config, path) for path in self.flat_infos}
 
     @functools.cached_property
-    def layout(self) -> storage.Layout:
+    def layout(self) -> hf_layout.Layout:
         """The layout in which this family's models are published, for when no file is at hand."""
         return self.layouts[self._convention]
 
     @property
     def _convention(self) -> str:
         """How this family's published files hold experts, a key of `storage.CONVENTIONS`."""
-        return storage.NUMBERED if self.config.experts is None else self.config.experts.files
+        return hf_layout.NUMBERED if self.config.experts is None else self.config.experts.files
 
     @property
     def is_interleaved(self) -> bool:
         """Whether gate and up projection of an expert alternate in the tensor that holds both."""
-        return storage.CONVENTIONS[self._convention].is_interleaved
+        return hf_layout.CONVENTIONS[self._convention].is_interleaved
 
-    def layout_of(self, held: Collection[str]) -> storage.Layout:
+    def layout_of(self, held: Collection[str]) -> hf_layout.Layout:
         """The layout of a file that holds the tensors `held`: the one with most names in common."""
         return max(
             self.layouts.values(), key=lambda layout: sum(name in held for name in layout.shapes)
         )
 
     @functools.cached_property
-    def layouts(self) -> Mapping[str, storage.Layout]:
+    def layouts(self) -> Mapping[str, hf_layout.Layout]:
         """The layouts that files of the model may have, by convention and spelling of the names."""
         return {
             convention + spelling: spelled
-            for convention in storage.beside(self._convention)
-            for spelling, spelled in multimodal.spellings(
-                self.config, storage.layout(self.flat_infos, self.hf_names, convention)
+            for convention in hf_layout.beside(self._convention)
+            for spelling, spelled in hf_multimodal.spellings(
+                self.config, hf_layout.layout(self.flat_infos, self.hf_names, convention)
             ).items()
         }
 
     def left_out(self, held: Iterable[str]) -> list[str]:
         """Those of the tensors `held` that a file may have although the model does not use them."""
-        return [name for name in held if multimodal.is_left_out(self.config, name)]
+        return [name for name in held if hf_multimodal.is_left_out(self.config, name)]
 
     @property
-    def layer_configs(self) -> list[reading.Config]:
+    def layer_configs(self) -> list[hf_config.Config]:
         """For each layer of the model, in order, the config of its stack."""
         groups = stacks.of(self.config)
         return [groups[number].cfg for number in stacks.numbers(groups)]
@@ -142,7 +149,7 @@ class CausalLM:
         """Whether the head is the embedding table."""
         return f"{targets.HEAD}.weight" not in self.flat_infos
 
-    def adapted(self, settings: configs.LoraConfig) -> "CausalLM":
+    def adapted(self, settings: schema.LoraConfig) -> "CausalLM":
         """This model with what `settings` train. Raises ConfigError, see `targets.resolve`."""
         return self.with_adaptation(targets.resolve(settings, self.modules, self.hf_names))
 
@@ -175,7 +182,7 @@ class CausalLM:
         self,
         base: trees.Tree,
         trainable: trees.Tree,
-        shards: params.Shards = params.NO_SHARDS,
+        shards: parallel.Shards = parallel.NO_SHARDS,
     ) -> trees.Tree:
         """Base and trained leaves as the modules that the family's functions take."""
         return params.bind(
@@ -193,7 +200,7 @@ class CausalLM:
         batch: Any,
         *,
         execution: Execution,
-        shards: params.Shards,
+        shards: parallel.Shards,
         dropout: layers.Dropout | None,
         pool_router: bool,
     ) -> loss.Losses:
@@ -202,14 +209,14 @@ class CausalLM:
         Args:
           trainable: the trained leaves.
           base: the frozen ones.
-          batch: a `step.Batch` of `[B, T]` arrays.
+          batch: a `Batch` of `[B, T]` arrays.
           execution: how the model is computed.
           shards: how the leaves are split over the devices.
           dropout: dropout on the adapters' inputs; None outside training.
           pool_router: as `is_pooled` of `moe.losses`.
         """
         bound = self.bind(base, trainable, shards)
-        inputs = layers.Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
         x_BTD, sums = self.hidden(
             bound,
             inputs,
@@ -232,7 +239,7 @@ class CausalLM:
         return loss.Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
 
     def hidden(
-        self, bound: trees.Tree, inputs: layers.Inputs, **how: Any
+        self, bound: trees.Tree, inputs: Inputs, **how: Any
     ) -> tuple[jax.Array, moe.RouterSums | None]:
         """The activations before the head, `[B, T, D]`, and router statistics; `decoder.hidden`."""
         return decoder.hidden(self.family, self.config, bound, inputs, **how)
@@ -246,7 +253,7 @@ class CausalLM:
         self,
         trainable: trees.Tree,
         base: trees.Tree,
-        inputs: layers.Inputs,
+        inputs: Inputs,
         *,
         dtype: Any = jnp.float32,
         scan_layers: bool = True,
@@ -256,21 +263,21 @@ class CausalLM:
         x_BTD, _ = self.hidden(bound, inputs, dtype=dtype, scan_layers=scan_layers, remat=False)
         return self.head_logits(x_BTD, bound, dtype)
 
-    def empty_cache(self, rows: int, length: int, dtype: Any) -> cached.Caches:
+    def empty_cache(self, rows: int, length: int, dtype: Any) -> kv_cache.Caches:
         """Caches for generation: `length` slots for each of `rows` rows."""
-        return cached.empty(self.config, rows, length, dtype)
+        return kv_cache.empty(self.config, rows, length, dtype)
 
     def hidden_cached(
         self,
         bound: trees.Tree,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        caches: cached.Caches,
+        caches: kv_cache.Caches,
         *,
         dtype: Any,
-    ) -> tuple[jax.Array, cached.Caches]:
+    ) -> tuple[jax.Array, kv_cache.Caches]:
         """`hidden` for generation: reads the caches and writes the slots at `positions_BT`."""
-        return cached.hidden(
+        return kv_cache.hidden(
             self.family, self.config, bound, tokens_BT, positions_BT, caches, dtype=dtype
         )
 
@@ -286,7 +293,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     Raises:
       ModelError: an architecture that no family knows, or a missing or wrong field.
     """
-    name = reading.architecture(config)
+    name = hf_config.architecture(config)
     for family in FAMILIES:
         if name in family.ARCHITECTURES:
             _check_type(config, name, where)
@@ -317,7 +324,7 @@ def _check_type(config: Mapping[str, Any], architecture: str, where: str) -> Non
 def make_forward(
     model: CausalLM,
     execution: Execution,
-    shards: params.Shards,
+    shards: parallel.Shards,
     dropout_rate: float,
     router: moe.RouterLossWeights,
 ) -> Any:

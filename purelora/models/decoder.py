@@ -14,11 +14,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from purelora import params, targets
-from purelora import tree as trees
-from purelora.info import ParamInfo
-from purelora.models import attention, blocks, layer_inputs, layers, moe, scan, sharing, stacks
-from purelora.models.reading import Config, Kind
+from purelora.core import trees
+from purelora.core.batch import Inputs
+from purelora.core.param_info import ParamInfo
+from purelora.lora import targets
+from purelora.models import (
+    blocks,
+    kv_sharing,
+    layers,
+    moe,
+    params,
+    per_layer_embeddings,
+    scan,
+    stacks,
+)
+from purelora.models.hf_config import Config, Kind
+from purelora.ops import attention
 
 
 class Family(Protocol):
@@ -55,7 +66,7 @@ def param_infos(family: Family, cfg: Config, dtype: str) -> trees.Tree:
     table = {"weight": ParamInfo(shape, dtype, axes, contracting=-1)}
     infos = [
         {targets.EMBEDDING: table},
-        layer_inputs.infos(cfg, dtype),
+        per_layer_embeddings.infos(cfg, dtype),
         *(
             trees.unflatten({stack.path: family.layer_infos(stack.cfg, dtype)})
             for stack in stacks.of(cfg)
@@ -96,7 +107,9 @@ def modules(cfg: Config, infos: trees.Tree) -> dict[str, targets.AdaptableModule
         for path, leaf in trees.flatten(infos).items()
         if leaf.is_matrix
     }
-    matrices.pop(layer_inputs.TABLE, None)  # A table beside the embedding takes no adapters.
+    matrices.pop(
+        per_layer_embeddings.TABLE, None
+    )  # A table beside the embedding takes no adapters.
     table = matrices.pop(targets.EMBEDDING)
     matrices.setdefault(targets.HEAD, table)
     matrices[targets.EMBEDDING] = table
@@ -114,7 +127,7 @@ def hidden(
     family: Family,
     cfg: Config,
     bound: trees.Tree,
-    inputs: layers.Inputs,
+    inputs: Inputs,
     *,
     dtype: Any,
     scan_layers: bool,
@@ -140,13 +153,13 @@ def hidden(
     groups, angles = stacks.of(cfg), angles_of(cfg, inputs.positions_BT)
 
     def block(
-        carry: sharing.Carry, layer: scan.Layer, kind: scan.Kind, number: int
-    ) -> tuple[sharing.Carry, sharing.Made]:
+        carry: kv_sharing.Carry, layer: scan.Layer, kind: scan.Kind, number: int
+    ) -> tuple[kv_sharing.Carry, kv_sharing.Made]:
         (x_BTD, shared), own = carry, groups[number].cfg
-        keeps = sharing.is_shared(groups)
+        keeps = kv_sharing.is_shared(groups)
         context = blocks.Context(
             rotate=functools.partial(layers.rope, angles=of_kind(own, kind, angles)),
-            mix=sharing.mixing(_mixing(own, kind, inputs), shared, keeps=keeps),
+            mix=kv_sharing.mixing(_mixing(own, kind, inputs), shared, keeps=keeps),
             is_token_BT=inputs.segment_ids_BT > 0,
             input_BTP=layer.given,
         )
@@ -155,14 +168,14 @@ def hidden(
         return (out.x_BTD, shared), (out.mixed, out.router)
 
     x_BTD = embedded(inputs.tokens_BT, bound, cfg, dtype)
-    given = layer_inputs.of_all_layers(inputs.tokens_BT, x_BTD, bound, cfg, dropout)
+    given = per_layer_embeddings.of_all_layers(inputs.tokens_BT, x_BTD, bound, cfg, dropout)
     body = scan.rematted(scan.skipping(block), scan=scan_layers, remat=remat)
     own_stacks = bound_stacks(bound, groups)
-    x_BTD, router = sharing.run(body, x_BTD, groups, own_stacks, given=given, scan=scan_layers)
+    x_BTD, router = kv_sharing.run(body, x_BTD, groups, own_stacks, given=given, scan=scan_layers)
     return blocks.normed(x_BTD, bound["norm"], cfg), router
 
 
-def _mixing(cfg: Config, kind: scan.Kind, inputs: layers.Inputs) -> Callable[..., jax.Array]:
+def _mixing(cfg: Config, kind: scan.Kind, inputs: Inputs) -> Callable[..., jax.Array]:
     """Attention as `(q, k, v) -> mixed values` for a layer of the kind with this index."""
     return functools.partial(
         attention.causal_attention,

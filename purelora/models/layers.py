@@ -12,30 +12,18 @@ A name carries the letters of its dimensions: `x_BTD`, `logits_BTV`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora import info, lora, params, quant
-from purelora import tree as trees
+from purelora.core import param_info, trees
+from purelora.lora import adapters
+from purelora.models import params
 from purelora.models import rope as ropes
-
-
-class Inputs(NamedTuple):
-    """What a forward pass reads, each `[B, T]` int32.
-
-    Attributes:
-      tokens_BT: token ids.
-      positions_BT: position of each token in its own document.
-      segment_ids_BT: which document of the row a token belongs to; 0 is padding.
-    """
-
-    tokens_BT: jax.Array
-    positions_BT: jax.Array
-    segment_ids_BT: jax.Array
+from purelora.ops import quant
 
 
 @functools.partial(
@@ -57,7 +45,7 @@ class Dropout:
 
     def __call__(self, x_BTD: jax.Array, module: params.Module) -> jax.Array:
         """Drops elements of the input of `module`, with a mask of its own for each row."""
-        key = info.path_key(self.key, module.name)
+        key = param_info.path_key(self.key, module.name)
         length, width = x_BTD.shape[1:]
         ways = module.parallel.ways if module.parallel.splits == "inputs" else 1
 
@@ -92,7 +80,9 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
         columns, _ = _own_rows(jnp.asarray(module.token_ids), module, y.shape[-1])
         y = y.at[..., columns].set(rows, mode="drop")
     if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
-        delta = lora.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(y.dtype)
+        delta = adapters.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(
+            y.dtype
+        )
         y = y + delta if module.magnitude is None else _dora(x, adapter_x, y, delta, module)
     y = module.parallel.collect(y)
     if module.bias is not None:
@@ -117,7 +107,7 @@ def _dora(
     a, b, scaling, magnitude = (getattr(module, name) for name in params.ADAPTER_FIELDS)
     assert module.contracting is not None
     weight = jax.lax.stop_gradient(module.gather(module.weight))
-    factor = lora.dora_factor(
+    factor = adapters.dora_factor(
         weight, module.contracting, (a, b, scaling), magnitude, module.parallel.collect
     )
     # Layers of the stack without an adapter have a scaling of 0 and stay as they are.

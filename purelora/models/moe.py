@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora import grouped, params
-from purelora import tree as trees
-from purelora.models import layers
-from purelora.models.reading import Experts
+from purelora.core import trees
+from purelora.models import layers, params
+from purelora.models.hf_config import Experts
+from purelora.ops import grouped_matmul
 
 
 class Routing(NamedTuple):
@@ -159,16 +159,16 @@ def experts(
     whole_BTD, whole_BTK = exchange.gather(x_BTD), exchange.gather(routing.factors_BTK)
     x_BTD, factors_BTK = gate.parallel.spread((whole_BTD, whole_BTK))
     ids_A = exchange.gather(routing.ids_BTK).reshape(-1) - exchange.first(count)
-    tile = grouped.tile_size(ids_A.shape[0], cfg.count)
-    groups = grouped.group(ids_A, count, tile)
-    x_RD = grouped.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), groups, cfg.per_token)
+    tile = grouped_matmul.tile_size(ids_A.shape[0], cfg.count)
+    groups = grouped_matmul.group(ids_A, count, tile)
+    x_RD = grouped_matmul.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), groups, cfg.per_token)
     gate_RF = checkpoint_name(_linear(x_RD, gate, groups), "mlp_gate")
     up_RF = checkpoint_name(_linear(x_RD, up, groups), "mlp_up")
     # The factors multiply the outputs. As `down` is linear, they may multiply its input instead:
     # then their gradient needs that input, and not the output, which would have to be kept.
-    factors_R1 = grouped.dispatch(factors_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
+    factors_R1 = grouped_matmul.dispatch(factors_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
     out_RD = _product(gated(gate_RF, up_RF) * factors_R1, down, groups)
-    out_AD = grouped.collect(out_RD, groups)
+    out_AD = grouped_matmul.collect(out_RD, groups)
     out_BTD = out_AD.reshape(*x_BTD.shape[:2], cfg.per_token, -1).sum(axis=2)
     out_BTD = down.parallel.collect(out_BTD)
     if down.bias is not None:
@@ -187,22 +187,22 @@ def _biases(ids_BTK: jax.Array, factors_BTK: jax.Array, bias_ED: jax.Array) -> j
     return jnp.einsum("BTE,ED->BTD", factors_BTE, bias_ED.astype(jnp.float32))
 
 
-def _linear(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> jax.Array:
+def _linear(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.Groups) -> jax.Array:
     """`x W + b + scaling · (x A) B` of each sorted row, with what is of its expert."""
     y_RN = _product(x_RK, module, groups)
     if module.bias is None:
         return y_RN
-    return y_RN + grouped.of_groups(module.bias, groups).astype(y_RN.dtype)
+    return y_RN + grouped_matmul.of_groups(module.bias, groups).astype(y_RN.dtype)
 
 
-def _product(x_RK: jax.Array, module: params.Module, groups: grouped.Groups) -> jax.Array:
+def _product(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.Groups) -> jax.Array:
     """`x W + scaling · (x A) B` of each sorted row, with the matrices of its expert."""
     assert module.contracting == -2, module.name
     if module.frozen:
         shard, gather = module.frozen_operand
-        y_RN = grouped.frozen_dot(x_RK, shard, groups, gather)
+        y_RN = grouped_matmul.frozen_dot(x_RK, shard, groups, gather)
     else:
-        y_RN = grouped.dot(x_RK, module.gather(module.weight), groups)
+        y_RN = grouped_matmul.dot(x_RK, module.gather(module.weight), groups)
     if module.lora_a is None or module.lora_b is None or module.scaling is None:
         return y_RN
-    return y_RN + grouped.delta(x_RK, module.lora_a, module.lora_b, module.scaling, groups)
+    return y_RN + grouped_matmul.delta(x_RK, module.lora_a, module.lora_b, module.scaling, groups)

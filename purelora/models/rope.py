@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from purelora import errors
+from purelora.core import errors
 
 _REMEDY = "take the model's original config.json"
 _FIELDS = {

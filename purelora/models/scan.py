@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora import params
-from purelora import tree as trees
+from purelora.core import trees
+from purelora.models import params
 from purelora.models import stacks as stack_lib
 from purelora.models.stacks import Run, Stack
 

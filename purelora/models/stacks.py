@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from purelora.models.reading import Config, Group
+from purelora.models.hf_config import Config, Group
 
 ROOT = "layers"
 

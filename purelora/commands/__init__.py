@@ -1,0 +1,5 @@
+"""The commands, one a module.
+
+It may import: every package.
+No package imports it.
+"""

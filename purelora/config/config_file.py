@@ -1,0 +1,77 @@
+"""Config files: Python with a `get_config()`."""
+
+import inspect
+import pathlib
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+
+from purelora.core import errors
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """Runs a config file's `get_config()` and returns its keys as nested dicts.
+
+    A colon and the name of a variant may follow the file's name, as in
+    `configs/mixtral_8x7b_qlora.py:small`: it becomes the argument of `get_config`. The folder above
+    the file's own is importable meanwhile, so that `from configs import base` works from
+    everywhere.
+
+    Raises:
+      ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
+    """
+    variant: tuple[str, ...] = ()
+    name, colon, text = str(path).rpartition(":")
+    if colon and not path.is_file():
+        path, variant = pathlib.Path(name), (text,)
+    if not path.is_file():
+        near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
+        remedy = errors.nearest(str(path), near) if near else "give the path of a config file"
+        raise errors.ConfigError("--config", str(path), "is not a file", remedy)
+    parent = str(path.resolve().parent.parent)
+    sys.path.insert(0, parent)
+    try:
+        get_config = runpy.run_path(str(path)).get("get_config")
+        _check_variant(path, get_config, variant)
+        result = get_config(*variant) if callable(get_config) else None
+        raw = result.to_dict() if isinstance(result, ml_collections.ConfigDict) else None
+    except errors.ConfigError:
+        raise
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # The file is the user's own code and may raise anything.
+        where = f"{path}{_line_of(error, path)}"
+        what = f"{type(error).__name__}: {error}"
+        remedy = f"correct or leave out {variant[0]!r}, or " if variant else ""
+        raise errors.ConfigError(where, None, what, f"{remedy}fix the config file") from error
+    finally:
+        sys.path.remove(parent)
+    if raw is None:
+        remedy = "define get_config(), starting from configs.base.get_config()"
+        what = "has no get_config() that returns a ConfigDict"
+        raise errors.ConfigError(str(path), None, what, remedy)
+    return raw
+
+
+def _check_variant(path: pathlib.Path, get_config: Any, variant: Sequence[str]) -> None:
+    """A variant may be named only if the file's `get_config` takes one."""
+    if variant and callable(get_config) and not inspect.signature(get_config).parameters:
+        where = f"--config={path}:{variant[0]}"
+        raise errors.ConfigError(
+            where, None, "names a variant, but the file has none", f"write {path}"
+        )
+
+
+def _line_of(error: BaseException, path: pathlib.Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f":{error.lineno}"
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line

@@ -1,1 +1,0 @@
-"""Reading models from disk: weights, configuration and tokenizer, whatever the file format."""

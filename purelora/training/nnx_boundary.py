@@ -1,0 +1,175 @@
+"""The NNX boundary: the only module that imports flax.
+
+A family's trees go into a real `nnx.Module` (`wrap`), come out of it as plain pytrees by a dynamic
+filter (`split`), and trained pytrees go back (`merge`). Training gets its two trees through `split`
+and in no other way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+
+from purelora.core import errors, trees
+from purelora.core.batch import Inputs
+from purelora.lora import adapters as lora
+
+# (trainable, base, inputs) -> logits; either tree may be empty.
+Apply = Callable[[trees.Tree, trees.Tree, Inputs], jax.Array]
+
+
+class Node(nnx.Module):
+    """One level of a parameter tree: an attribute for each child or leaf."""
+
+    def __init__(self, leaves: Mapping[str, Any], specs: Mapping[str, Any]):
+        for name, value in leaves.items():
+            setattr(self, name, _node_or_param(name, value, specs[name]))
+
+
+class LanguageModel(Node):
+    """A causal language model as an NNX module: calling it gives logits."""
+
+    def __init__(self, leaves: Mapping[str, Any], specs: Mapping[str, Any], apply: Apply):
+        super().__init__(leaves, specs)
+        self.apply = apply
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits `[B, T, V]`; without positions and segments each row is one document."""
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones_like(tokens_BT)
+        parts: tuple[Any, ...] = nnx.split(self, nnx.LoRAParam, ...)
+        adapters, base = parts[1], parts[2]
+        inputs = Inputs(tokens_BT, positions_BT, segment_ids_BT)
+        return self.apply(nnx.to_pure_dict(adapters), nnx.to_pure_dict(base), inputs)
+
+
+def _node_or_param(name: str, value: Any, spec: Any) -> Node | nnx.Param:
+    if isinstance(value, Mapping):
+        return Node(value, spec)
+    kind = nnx.LoRAParam if lora.is_adapter(name) else nnx.Param
+    codes_spec = spec.qvalue if isinstance(spec, qwix.QArray) else spec
+    # The annotation is metadata here: the arrays are placed already, and no mesh is in scope.
+    return kind(value, out_sharding=tuple(codes_spec), eager_sharding=False)
+
+
+def wrap(base: trees.Tree, adapters: trees.Tree, specs: trees.Tree, apply: Apply) -> LanguageModel:
+    """Puts trees into one NNX module: `lora_*` leaves as LoRAParam, all others as Param.
+
+    Args:
+      base: the base's leaves, quantised ones as QArrays.
+      adapters: the adapters' leaves; empty without LoRA.
+      specs: PartitionSpecs of all of them.
+      apply: what a call computes.
+
+    Raises:
+      ValueError: the trees share a path.
+    """
+    return LanguageModel(trees.combine(base, adapters), specs, apply)
+
+
+def trainable_filter(lora_enabled: bool, full: Sequence[str] = ()) -> Any:
+    """What is trained: with LoRA the adapters and the leaves called `full`, else every parameter.
+
+    Args:
+      lora_enabled: whether there are adapters.
+      full: dotted paths of leaves that are trained whole.
+    """
+    if not lora_enabled:
+        return nnx.Param
+    paths = set(full)
+
+    def is_full(path: tuple[Any, ...], value: Any) -> bool:
+        del value
+        return ".".join(map(str, path)) in paths
+
+    return nnx.Any(nnx.LoRAParam, is_full)
+
+
+class Split(NamedTuple):
+    """A module taken apart.
+
+    Attributes:
+      graphdef: its structure, static and hashable.
+      trainable: plain nested dict of the leaves that the filter took.
+      base: plain nested dict of the rest.
+    """
+
+    graphdef: nnx.GraphDef
+    trainable: trees.Tree
+    base: trees.Tree
+
+
+def split(model: nnx.Module, trainable: Any, base: Any = ...) -> Split:
+    """Takes a module apart into a trained and a frozen tree, disjoint and complete.
+
+    Args:
+      model: any NNX module whose leaves are all Params.
+      trainable: NNX filter of the trained leaves. `LoRAParam` is a subclass of `Param`, so the
+        filter `Param` takes adapters too.
+      base: NNX filter of the frozen leaves, by default all the others.
+
+    Raises:
+      ConfigError: nothing is trained, adapters exist but the base is empty, a leaf matches both
+        filters or none, or a leaf is not a Param.
+    """
+    leaves = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
+    _check_params(leaves)
+    takes, rests = nnx.filterlib.to_predicate(trainable), nnx.filterlib.to_predicate(base)
+    chosen = {name for name, leaf in leaves.items() if takes(tuple(name.split(".")), leaf)}
+    if base is not ...:
+        rest = {name for name, leaf in leaves.items() if rests(tuple(name.split(".")), leaf)}
+        _check_partition(chosen, rest, set(leaves))
+    if not chosen:
+        raise errors.ConfigError(
+            "trainable filter",
+            str(trainable),
+            "takes no leaf of the model, so nothing would train",
+            f"the model has {len(leaves)} leaves, for example {next(iter(leaves), 'none')}",
+        )
+    has_adapters = any(isinstance(leaf, nnx.LoRAParam) for leaf in leaves.values())
+    if has_adapters and len(chosen) == len(leaves):
+        raise errors.ConfigError(
+            "trainable filter",
+            str(trainable),
+            "takes adapters and base alike",
+            "train adapters alone (nnx.LoRAParam), or a model without adapters",
+        )
+    parts: tuple[Any, ...] = nnx.split(model, trainable, ...)
+    return Split(parts[0], nnx.to_pure_dict(parts[1]), nnx.to_pure_dict(parts[2]))
+
+
+def merge(graphdef: nnx.GraphDef, trainable: trees.Tree, base: trees.Tree) -> nnx.Module:
+    """The module again, from its structure and both trees."""
+    return nnx.merge(graphdef, trainable, base)
+
+
+def _check_params(leaves: Mapping[str, Any]) -> None:
+    others = [
+        f"{n} ({type(v).__name__})" for n, v in leaves.items() if not isinstance(v, nnx.Param)
+    ]
+    if others:
+        raise errors.ConfigError(
+            "model",
+            None,
+            f"has leaves that are not parameters: {', '.join(others[:5])}",
+            "remove them before training (random state is an argument of the step)",
+        )
+
+
+def _check_partition(chosen: set[str], rest: set[str], all_names: set[str]) -> None:
+    both, neither = sorted(chosen & rest), sorted(all_names - chosen - rest)
+    if both or neither:
+        what = f"{len(both)} leaves match both filters, {len(neither)} match neither"
+        raise errors.ConfigError(
+            "trainable filter", None, what, f"for example {(both + neither)[0]}"
+        )

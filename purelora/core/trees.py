@@ -11,16 +11,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from purelora.core.paths import Path
+
 Tree = dict[str, Any]
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{'a': {'b': 1}}` -> `{'a.b': 1}`, in the tree's own order."""
-    flat: dict[str, Any] = {}
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[Any, Any]:
+    """`{'a': {'b': 1}}` -> `{'a.b': 1}`, in the tree's own order.
+
+    The keys are `Path`s, below `prefix` if one is given. Their type is left open, because a plain
+    string serves as a key too.
+    """
+    flat: dict[Path, Any] = {}
     for name, value in tree.items():
-        path = f"{prefix}{name}"
+        path = Path(prefix) / name
         if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{path}."))
+            flat.update(flatten(value, path))
         else:
             flat[path] = value
     return flat
@@ -30,7 +36,7 @@ def unflatten(flat: Mapping[str, Any]) -> Tree:
     """`{'a.b': 1}` -> `{'a': {'b': 1}}`: the inverse of `flatten`."""
     tree: Tree = {}
     for path, value in flat.items():
-        *parents, name = path.split(".")
+        *parents, name = Path(path).parts
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
@@ -40,7 +46,7 @@ def unflatten(flat: Mapping[str, Any]) -> Tree:
 
 def combine(*trees: Mapping[str, Any]) -> Tree:
     """One tree with the leaves of all `trees`. Raises ValueError when two hold the same path."""
-    flat: dict[str, Any] = {}
+    flat: dict[Path, Any] = {}
     for tree in trees:
         for path, value in flatten(tree).items():
             if path in flat:

@@ -3,7 +3,8 @@
     python tests/support/make_maxtext_fixtures.py [NAME ...]
 
 Needs Python 3.12 and the packages that tests/fixtures/maxtext/README.md lists, not purelora. Models
-are made, saved and run by MaxText: what it initialises is only made noisy, so that norms, biases and
+are made, saved and run by MaxText: what it initialises is only made noisy, so that norms, biases
+and
 adapters matter. See the README for what is in a fixture.
 """
 

@@ -46,7 +46,7 @@ def unflatten(flat: Mapping[str, Any]) -> Tree:
 
 def combine(*trees: Mapping[str, Any]) -> Tree:
     """One tree with the leaves of all `trees`. Raises ValueError when two hold the same path."""
-    flat: dict[Path, Any] = {}
+    flat: dict[str, Any] = {}
     for tree in trees:
         for path, value in flatten(tree).items():
             if path in flat:

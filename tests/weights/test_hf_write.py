@@ -59,7 +59,7 @@ def byte_level(path, **changes):
 
 
 def specs(arrays):
-    return {name: safetensors_file.spec_of(array) for name, array in arrays.items()}
+    return {name: safetensors_file.LazyTensor.of(array) for name, array in arrays.items()}
 
 
 def cast(arrays, dtype):
@@ -79,7 +79,7 @@ def one_at_a_time(arrays):
             order.append(name)
             return fresh
 
-        return safetensors_file.Spec(array.dtype, array.shape, load)
+        return safetensors_file.LazyTensor(array.dtype, array.shape, load)
 
     return {name: spec(name, array) for name, array in arrays.items()}, order
 
@@ -96,7 +96,7 @@ def failing(error):
     def load():
         raise error
 
-    return safetensors_file.Spec(np.dtype(np.float32), (2, 3), load)
+    return safetensors_file.LazyTensor(np.dtype(np.float32), (2, 3), load)
 
 
 # ---- safetensors files -------------------------------------------------------------------------
@@ -123,7 +123,9 @@ def test_mixed_types_and_shapes_are_read_back(tmp_path):
 
 def test_a_tensor_must_be_as_announced(tmp_path):
     for dtype, shape in ((np.float16, (2, 3)), (np.float32, (3, 2))):
-        spec = safetensors_file.Spec(np.dtype(dtype), shape, lambda: np.zeros((2, 3), np.float32))
+        spec = safetensors_file.LazyTensor(
+            np.dtype(dtype), shape, lambda: np.zeros((2, 3), np.float32)
+        )
         with pytest.raises(ValueError, match="a: float32.2, 3. was announced as"):
             safetensors_file.write_file(str(tmp_path / "a"), {"a": spec}, {})
 

@@ -18,7 +18,7 @@ from purelora.formats import atomic_output, safetensors_file
 from purelora.interop.gguf import read as gguf_read
 from purelora.interop.gguf import tokenizer as gguf_tokenizer
 
-Tensors = Mapping[str, safetensors_file.Spec]
+Tensors = Mapping[str, safetensors_file.LazyTensor]
 # Element types of matrices, by GGUF's number of the file's type. Everything else is float32.
 FILE_TYPES: Mapping[str, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _INSTEAD = "write a safetensors folder instead"
@@ -94,7 +94,7 @@ class _Item:
     name: str
     kind: gguf_library.GGMLQuantizationType
     n_bytes: int
-    spec: safetensors_file.Spec
+    spec: safetensors_file.LazyTensor
     heads: int | None = None
 
 
@@ -125,7 +125,7 @@ def _plan(path: str, config: Mapping[str, Any], tensors: Tensors, element_type: 
         raise errors.ModelError.of(errors.first(problems, path))
     factors = _rope_factors(config)
     if factors is not None:
-        spec = safetensors_file.spec_of(factors)
+        spec = safetensors_file.LazyTensor.of(factors)
         plan.append(
             _Item(_ROPE_FACTORS, gguf_library.GGMLQuantizationType.F32, factors.nbytes, spec)
         )

@@ -106,7 +106,7 @@ def lowering(shape: str, scan: bool, layers: int):
     """The step of a run with so many layers: a function that traces and lowers it anew."""
     import jax
 
-    from purelora.analysis import footprint
+    from purelora.analysis import step_bytes
     from purelora.config import command_line
     from purelora.training import optimisers, setup
     from purelora.training import plan as plans
@@ -130,7 +130,7 @@ def lowering(shape: str, scan: bool, layers: int):
     plan = plans.make(settings, {**sizes, "num_hidden_layers": layers}, str(path), jax.devices())
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
     layout = setup.layout_of(plan, tx)
-    arguments = footprint.abstract_arguments(plan)
+    arguments = step_bytes.abstract_arguments(plan)
     return lambda: setup.train_step(plan, layout, tx, schedule_steps=100).lower(*arguments)
 
 

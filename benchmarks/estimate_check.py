@@ -92,11 +92,11 @@ def estimated(case: str) -> dict[str, float]:
     import jax
 
     from purelora.analysis import footprint
-    from purelora.commands import estimate
+    from purelora.interop import open_model
     from purelora.training import plan as plans
 
     c = settings(case)
-    hf_config = estimate.open_config(c.model.path)
+    hf_config = open_model.open_config(c.model.path)
     devices = jax.devices()[:1]
     compiled = footprint.compiled(plans.make(c, hf_config, c.model.path, devices))
     formula = footprint.formula(c, hf_config, c.model.path, devices, DEPTHS)
@@ -109,16 +109,16 @@ def measured(case: str, steps: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from purelora.analysis import footprint
-    from purelora.commands import estimate
+    from purelora.analysis import step_bytes
+    from purelora.interop import open_model
     from purelora.training import optimisers, setup
     from purelora.training import plan as plans
 
     c = settings(case)
-    p = plans.make(c, estimate.open_config(c.model.path), c.model.path, jax.devices()[:1])
+    p = plans.make(c, open_model.open_config(c.model.path), c.model.path, jax.devices()[:1])
     tx = optimisers.transformation(c.optim, p.trainable_infos)
     layout = setup.layout_of(p, tx)
-    arguments = footprint.abstract_arguments(p)
+    arguments = step_bytes.abstract_arguments(p)
     step = setup.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
     analysis = step.memory_analysis()
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

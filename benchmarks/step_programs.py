@@ -129,7 +129,7 @@ def lowering(sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """The lowered step of a run of a model of these sizes."""
     import jax
 
-    from purelora.analysis import footprint
+    from purelora.analysis import step_bytes
     from purelora.config import command_line
     from purelora.training import optimisers, setup
     from purelora.training import plan as plans
@@ -142,7 +142,7 @@ def lowering(sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
     plan = plans.make(settings, sizes, "config.json", jax.devices()[:used])
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
     step = setup.train_step(plan, setup.layout_of(plan, tx), tx, schedule_steps=10)
-    return step.lower(*footprint.abstract_arguments(plan))
+    return step.lower(*step_bytes.abstract_arguments(plan))
 
 
 def stripped(text: str) -> str:

@@ -39,14 +39,14 @@ def show(
     shape: pathlib.Path, meshes: list[str], layers: int, sizes: tuple[tuple[int, int], ...]
 ) -> None:
     """Prints what a step of this shape with so many layers moves, and counts its reductions."""
-    from purelora.commands import estimate
+    from purelora.analysis import estimate_report
 
     for name in meshes:
         traffic = compiled(shape, layers, 1, MESHES[name])[1].traffic()
         print(
             f"{name}\n  {'collective':<22}{'dtype':<10}{'group':>6}{'count':>8}{'MB received':>14}"
         )
-        print("\n".join(map(estimate.traffic_row, traffic)))
+        print("\n".join(map(estimate_report.traffic_row, traffic)))
         gathers = {row.dtypes: row.received_bytes for row in traffic if row.kind == "all-gather"}
         codes, all_bytes = gathers[("s8",)], sum(gathers.values())
         print(

@@ -94,11 +94,11 @@ def estimated(case: str) -> dict[str, float]:
     import jax
 
     from purelora.analysis import footprint
-    from purelora.commands import estimate
+    from purelora.interop import open_model
     from purelora.training import plan as plans
 
     c = settings(case)
-    hf_config = estimate.open_config(c.model.path)
+    hf_config = open_model.open_config(c.model.path)
     devices = jax.devices()[:1]
     compiled = footprint.compiled(plans.make(c, hf_config, c.model.path, devices))
     formula = footprint.formula(c, hf_config, c.model.path, devices, DEPTHS)
@@ -111,12 +111,12 @@ def measured(case: str, steps: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from purelora.commands import estimate
+    from purelora.interop import open_model
     from purelora.training import init
     from purelora.training import plan as plans
 
     c = settings(case)
-    p = plans.make(c, estimate.open_config(c.model.path), c.model.path, jax.devices()[:1])
+    p = plans.make(c, open_model.open_config(c.model.path), c.model.path, jax.devices()[:1])
     abstract = runs.abstract_step(p)
     arguments = abstract.arguments
     step = abstract.lower().compile()

@@ -194,8 +194,8 @@ def main_senses(folder: pathlib.Path) -> dict[str, Sense]:
     return {sense.word: sense for sense in chosen}
 
 
-# A synset of each data file (offset, topic, kind, words, pointers, gloss) and counts of senses: enough
-# for one row.
+# A synset of each data file (offset, topic, kind, words, pointers, gloss) and counts of senses:
+# enough for one row.
 SMOKE_FILES = {
     "data.noun": "00000010 07 n 01 gratitude 0 000 | a feeling of thanks for what others did; "
     '"the gratitude that they showed him"  \n',

@@ -58,14 +58,14 @@ class AbstractStep(NamedTuple):
         return self.step.lower(*self.arguments)
 
 
-def abstract_step(plan: Any) -> AbstractStep:
+def abstract_step(plan: Any, schedule_steps: int = 100) -> AbstractStep:
     """The step that `python -m purelora.train` compiles, without arrays."""
-    from purelora.analysis import footprint
+    from purelora.analysis import step_bytes
     from purelora.training import optimisers, setup
 
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    step = setup.train_step(plan, setup.layout_of(plan, tx), tx, schedule_steps=100)
-    return AbstractStep(step, footprint.abstract_arguments(plan))
+    step = setup.train_step(plan, setup.layout_of(plan, tx), tx, schedule_steps)
+    return AbstractStep(step, step_bytes.abstract_arguments(plan))
 
 
 class ReadyStep(NamedTuple):

@@ -8,7 +8,6 @@ depends on it, is taken to be linear in the number of layers.
 """
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +22,11 @@ from purelora.config import schema
 from purelora.core import errors, train_state, trees
 from purelora.core.batch import Batch
 from purelora.lora import targets
-from purelora.models import causal_lm, loss
+from purelora.models import loss
 from purelora.sharding import rules, specs
-from purelora.training import optimisers, setup
-from purelora.training import plan as plans
+from purelora.training import optimisers, plan_report, planning, programs
 from purelora.training import step as steps
+from purelora.training.plan import Plan
 
 # Depths that a formula is made from. With fewer layers an unrolled step has another shape: its peak
 # is in the loss, and not in the layers.
@@ -108,7 +107,7 @@ class Footprint:
         return max(0, self.temp_bytes - self.parts.activations - self.parts.gradients)
 
 
-def compiled(plan: plans.Plan) -> Footprint:
+def compiled(plan: Plan) -> Footprint:
     """Compiles the plan's step and reads what it needs; allocates none of its arrays."""
     start = time.perf_counter()
     arguments, executable = _compile(plan)
@@ -127,7 +126,7 @@ def compiled(plan: plans.Plan) -> Footprint:
     )
 
 
-def program_of(plan: plans.Plan) -> hlo.Program:
+def program_of(plan: Plan) -> hlo.Program:
     """The plan's compiled step as text, read."""
     return hlo.Program.of(_compile(plan)[1].as_text())
 
@@ -139,16 +138,16 @@ class _Setup(NamedTuple):
     layout: steps.Layout
 
     @classmethod
-    def of(cls, plan: plans.Plan) -> "_Setup":
+    def of(cls, plan: Plan) -> "_Setup":
         tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-        return cls(tx, setup.layout_of(plan, tx))
+        return cls(tx, programs.layout_of(plan, tx))
 
 
-def _compile(plan: plans.Plan) -> tuple[Arguments, Any]:
+def _compile(plan: Plan) -> tuple[Arguments, Any]:
     """The step's abstract arguments, and the step compiled for them."""
     tx, layout = _Setup.of(plan)
     arguments = abstract_arguments(plan)
-    step = setup.train_step(plan, layout, tx, schedule_steps=1)
+    step = programs.train_step(plan, layout, tx, schedule_steps=1)
     return arguments, step.lower(*arguments).compile()
 
 
@@ -170,9 +169,9 @@ def formula(
 
     Raises:
       ConfigError: settings that name layers which the smaller models do not have.
-      ModelError: as `plans.make`.
+      ModelError: as `planning.make_plan`.
     """
-    plan = plans.make(settings, hf_config, where, devices)
+    plan = planning.make_plan(settings, hf_config, where, devices)
     layers = plan.model.config.num_hidden_layers
     if len(plan.model.stack_paths) > 1:
         what = "has layers of different parameters, for which there is no formula"
@@ -181,7 +180,7 @@ def formula(
         what = f"is not more than the {depths[1]} layers that a formula is made from"
         raise errors.ModelError(f"{where}: {_LAYERS}", layers, what, "use --method=compiled")
     few, more = (
-        compiled(plans.make(settings, _shallow(hf_config, depth), where, devices))
+        compiled(planning.make_plan(settings, _shallow(hf_config, depth), where, devices))
         for depth in depths
     )
     ahead = (layers - depths[0]) / (depths[1] - depths[0])
@@ -216,32 +215,29 @@ def _extended_traffic(
     return sorted(found, key=lambda row: -row.received_bytes)
 
 
-def abstract_arguments(plan: plans.Plan) -> Arguments:
+def abstract_arguments(plan: Plan) -> Arguments:
     """The arguments of a plan's step, without arrays."""
     tx, layout = _Setup.of(plan)
-    create = functools.partial(train_state.create, tx=tx, key=jax.random.key(0))
-    state = jax.eval_shape(create, jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos))
     base = jax.tree.map(lambda leaf: leaf.abstract, plan.base_infos)
     c = plan.config
     shape = (c.accum_steps, c.micro_batch_size, c.max_length)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)
     batch = Batch(ints, ints, jax.ShapeDtypeStruct(shape, jnp.float32), ints, ints)
     rows = Batch(*(specs.BATCH_SPEC for _ in batch))
-    return Arguments(
-        *(
-            jax.tree.map(_placed, tree, specs.shardings(spec, plan.mesh))
-            for tree, spec in ((state, layout.state), (base, layout.base), (batch, rows))
-        )
+    placed = (
+        jax.tree.map(_placed, tree, specs.shardings(spec, plan.mesh))
+        for tree, spec in ((base, layout.base), (batch, rows))
     )
+    return Arguments(programs.abstract_state(plan, layout, tx), *placed)
 
 
 def _placed(array: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def base_bytes(plan: plans.Plan) -> int:
+def base_bytes(plan: Plan) -> int:
     """Bytes of the frozen base on one device."""
-    return sum(row.device_bytes for row in plans.array_rows(plan) if not row.is_trained)
+    return sum(row.device_bytes for row in plan_report.array_rows(plan) if not row.is_trained)
 
 
 def _bytes(tree: Any) -> int:
@@ -252,7 +248,7 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def counted(plan: plans.Plan, arguments: Arguments) -> Parts:
+def counted(plan: Plan, arguments: Arguments) -> Parts:
     """Everything that shapes and shardings alone tell."""
     base: dict[str, int] = {}
     for leaf in jax.tree.leaves(arguments.base):
@@ -272,13 +268,13 @@ def counted(plan: plans.Plan, arguments: Arguments) -> Parts:
     )
 
 
-def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
+def kept_bytes(plan: Plan, arguments: Arguments) -> int:
     """Bytes on one device of what the forward pass of a micro-batch leaves for the backward pass.
 
     It is read off the residuals of the real step's own differentiation: whatever the model, remat
     and the layout make of it. Weights are not counted, unless they are kept gathered.
     """
-    forward = causal_lm.make_forward(plan.model, plan.execution, plan.shards, **plan.loss_options)
+    forward = programs.forward_of(plan)
     kept: list[int] = []
 
     def observed(
@@ -303,25 +299,25 @@ def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
     return kept[0]
 
 
-def _ways(plan: plans.Plan, spec: Any, *, gathered: bool) -> int:
+def _ways(plan: Plan, spec: Any, *, gathered: bool) -> int:
     """Into how many parts a spec splits an array: those that are gathered, or the others."""
     axes = [axis for axis in spec if axis is not None]
     return math.prod(plan.mesh.shape[a] for a in axes if (a in rules.BATCH_AXES) == gathered)
 
 
-def _gradient_bytes(plan: plans.Plan) -> int:
+def _gradient_bytes(plan: Plan) -> int:
     """Adapters are whole in the loops, and so are their gradients; sharded weights stay shards."""
     return sum(
         row.device_bytes * (_ways(plan, row.spec, gathered=True) if row.is_adapter else 1)
-        for row in plans.array_rows(plan)
+        for row in plan_report.array_rows(plan)
         if row.is_trained
     )
 
 
-def _gathered(plan: plans.Plan) -> tuple[int, int]:
+def _gathered(plan: Plan) -> tuple[int, int]:
     """Gathered bytes on a device: of the largest layer, and of the largest weight of no layer."""
     of_stack, tables = dict.fromkeys(plan.model.stack_paths, 0), dict[str, int]()
-    for row in plans.array_rows(plan):
+    for row in plan_report.array_rows(plan):
         ways = _ways(plan, row.spec, gathered=True)
         if ways == 1 or row.is_adapter:
             continue
@@ -333,13 +329,13 @@ def _gathered(plan: plans.Plan) -> tuple[int, int]:
     return max(of_stack.values()), max(tables.values(), default=0)
 
 
-def _logits_bytes(plan: plans.Plan) -> int:
+def _logits_bytes(plan: Plan) -> int:
     """float32 logits of one chunk: the rows of the head that a device has, for so many tokens."""
     c = plan.config
     tokens = c.micro_batch_size // specs.row_ways(plan.mesh) * c.max_length
     chunks = -(-tokens // c.loss_chunk_tokens)
     name = targets.EMBEDDING if plan.model.is_tied else targets.HEAD
-    head = next(row for row in plans.array_rows(plan) if row.leaf == f"{name}.weight")
+    head = next(row for row in plan_report.array_rows(plan) if row.leaf == f"{name}.weight")
     rows = head.info.shape[0] // _ways(plan, head.spec[:1], gathered=False)
     return -(-tokens // chunks) * rows * 4
 

@@ -218,7 +218,7 @@ from tests.weights import test_hf_layout_of_experts as test_storage
 from tests.support import tiny
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from purelora.training import setup as assembly
+from purelora.training import feed
 from purelora.checkpoint import store as checkpoint
 from purelora.commands import entry
 from purelora.multihost import runtime as distributed
@@ -292,10 +292,10 @@ rows = [examples.Example(np.full(5, i, np.int32), np.ones(5, bool)) for i in ran
 some = batches.Batches(Counted(rows), [[i] for i in range(32)], 32, 2, 6, seed=0, shuffle=True)
 whole = some.batch(0)
 taken.clear()
-like_run = types.SimpleNamespace(_batch_sharding=NamedSharding(mesh, specs.BATCH_SPEC))
-own = assembly.Run.batch(like_run, some, 0)
+sharding = NamedSharding(mesh, specs.BATCH_SPEC)
+some.batch(0, placing.own_indices(sharding, some.shape, dim=1))
 said["rows"] = sorted(taken)
-for array, wanted in zip(assembly.Run.place(like_run, own), whole):
+for array, wanted in zip(feed.first(some, mesh), whole):
     assert array.shape == wanted.shape and same(array, wanted)
 
 # A checkpoint of sharded arrays, saved in the background while its arrays are donated.

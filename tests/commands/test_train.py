@@ -24,36 +24,11 @@ from purelora.data import load as data_load
 from purelora.interop import builtin
 from purelora.models import causal_lm
 from purelora.training import evaluation, log, metrics, planning, setup, signals
+from tests.support.runs import TINY, bits, built, records, run, saved_state
 
-REPO = pathlib.Path(__file__).parents[2]
-TINY = f"--config={REPO}/configs/tiny.py"
 # Eight virtual devices: the rows of a micro-batch must split over them.
 # Subprocesses see one device, as a user does.
 ENV = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-BASE = ("--config.accum_steps=1", "--config.max_length=64", "--config.data.eval_fraction=0.01")
-
-
-def run(workdir: pathlib.Path, *arguments: str) -> int:
-    return train.main([TINY, f"--config.workdir={workdir}", *BASE, *arguments])
-
-
-def records(workdir: pathlib.Path, kind: str) -> list[dict]:
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def built(workdir: pathlib.Path, *arguments: str):
-    """A run that is ready to go, and its state."""
-    settings = command_line.parse(
-        [TINY, f"--config.workdir={workdir}", *BASE, *arguments], flags=()
-    ).config
-    model, plan = setup.open_and_plan(settings, str)
-    return setup.build(model, plan, str)
-
-
-def saved_state(workdir: pathlib.Path, *arguments: str):
-    """The state in a run's newest checkpoint, through the same path as a resumed run."""
-    return built(workdir, "--config.checkpoint.resume=must", *arguments)[1]
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +68,11 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, extra):
     run(broken, "--config.steps=3", *schedule)
     run(broken, "--config.steps=6", *schedule)
     states = [saved_state(w, "--config.steps=6", *schedule) for w in (whole, broken)]
-    leaves = [jax.tree.map(_bits, state) for state in states]
+    leaves = [jax.tree.map(bits, state) for state in states]
     chex.assert_trees_all_equal(*leaves)
     losses = [[r["loss"] for r in records(w, "train")] for w in (whole, broken)]
     assert losses[0] == losses[1]
     assert [r["step"] for r in records(broken, "train")] == [1, 2, 3, 4, 5, 6]
-
-
-def _bits(leaf):
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def test_a_complete_run_says_so_and_changes_nothing(finished, capsys):
@@ -527,8 +497,8 @@ def test_a_changed_config_json_is_noticed_on_resume(finished, monkeypatch):
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     holder = (
-        "import pathlib, sys, time; from purelora import reporting; "
-        "reporting._lock(pathlib.Path(sys.argv[1])); print('locked', flush=True); time.sleep(300)"
+        "import pathlib, sys, time; from purelora.training import log; "
+        "log._lock(pathlib.Path(sys.argv[1])); print('locked', flush=True); time.sleep(300)"
     )
     command = [sys.executable, "-c", holder, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENV) as other:

@@ -25,8 +25,7 @@ from purelora.interop.maxtext import read as maxtext_read
 from purelora.interop.peft import convert
 from purelora.models import causal_lm
 from purelora.sharding import layer_axis
-from tests.commands import test_train as test_train
-from tests.support import tiny
+from tests.support import runs, tiny
 
 DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "maxtext"
 BASES = (
@@ -409,7 +408,7 @@ def warm_run(tmp_path_factory, hf_folder) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("run")
     rows = [json.dumps({"text": ALPHABET[i:] + ALPHABET[:i]}) for i in range(16)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
-    status = test_train.run(
+    status = runs.run(
         folder / "run",
         f"--config.model.path={DATA / 'llama-axis0'}",
         f"--config.model.hf_folder={hf_folder}",

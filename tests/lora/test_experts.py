@@ -13,8 +13,8 @@ from purelora.lora import adapters as lora
 from purelora.models import stacks
 from purelora.training import plan_report, planning
 from tests.support import families, tiny
+from tests.support.expert_adapters import EXPERTS, lora_masked
 
-EXPERTS = tuple(f"layers.mlp.experts.{name}_proj" for name in ("gate", "up", "down"))
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
@@ -141,17 +141,6 @@ def test_adapters_are_what_they_add_to_the_weights(family):
     assert np.abs(want - run(bare, {}, base)).max() > 0.05
     fresh = tiny.adapters(m, fresh=True)
     np.testing.assert_array_equal(run(m, fresh, base), run(bare, {}, base))
-
-
-def lora_masked(adapters, m):
-    """Zero where a rank is smaller than what is stored, as initial values and gradients are."""
-    flat = trees.flatten(adapters)
-    for path, target in m.adaptation.targets.items():
-        for position, r in enumerate(target.ranks):
-            a, b = f"{path}.lora_a", f"{path}.lora_b"
-            flat[a] = flat[a].at[position, ..., r:].set(0)
-            flat[b] = flat[b].at[position, ..., r:, :].set(0)
-    return trees.unflatten(flat)
 
 
 def test_padding_of_ranks_begins_at_zero():

@@ -32,7 +32,7 @@ def per_module(found: targets.Adaptation) -> dict[str, tuple[int, float]]:
 
 
 def test_patterns_give_each_module_its_own_rank_and_scaling():
-    """B17: r=8, alpha=16, k_proj of rank 4, v_proj of alpha 32: scalings 2, 4, 4."""
+    """r=8, alpha=16, k_proj of rank 4, v_proj of alpha 32: scalings 2, 4, 4."""
     found = per_module(
         adaptation(
             r=8,
@@ -58,7 +58,7 @@ def test_the_first_key_that_matches_counts_and_only_from_a_dot_on():
 
 
 def test_rslora_scales_by_the_root_of_the_rank():
-    """B18: r=16, alpha=16 is 4, and not 1."""
+    """r=16, alpha=16 is 4, and not 1."""
     found = adaptation(r=16, lora_alpha=16.0, use_rslora=True, rank_pattern={"k_proj": 4})
     scalings = per_module(found)
     assert scalings["0.self_attn.q_proj"] == (16, 4.0)

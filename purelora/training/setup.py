@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import purelora
 from purelora.checkpoint import resume, store
-from purelora.config import schema
+from purelora.config import checks, schema
 from purelora.core import errors, param_info, train_state, trees
 from purelora.core.batch import Batch
 from purelora.data import batches as data_batches
@@ -114,7 +114,7 @@ def build(model: builtin.Model, plan: plans.Plan, say: Say) -> tuple[Run, train_
     say(f"{data.report}\n{plan.describe_targets()}")
     total = settings.steps or (settings.epochs or 0) * data.train.steps_per_epoch
     schedule_steps = settings.optim.schedule_steps or total
-    for problem in schema.warmup_problems(settings.optim, schedule_steps):
+    for problem in checks.warmup_problems(settings.optim, schedule_steps):
         raise errors.ConfigError(*problem)
     checkpoints = resume.open_checkpoints(settings)
     saved = resume.agreed_step(settings, checkpoints, say)

@@ -38,6 +38,15 @@ SHELL_ONLY = ("ml_collections", "logging", "time", "os", "sys", "pathlib", "io",
               "orbax", "tensorstore", "absl", "random")  # fmt: skip
 
 
+# Files that are still over the limit of `MOST_LINES`.
+MOST_LINES = 400
+LONG_FILES = (
+    "checkpoint/store.py", "config/schema.py", "data/records.py", "interop/peft/adapter_config.py",
+    "interop/peft/convert.py", "interop/peft/files.py", "lora/targets.py", "training/plan.py",
+    "training/setup.py",
+)  # fmt: skip
+
+
 def place(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -142,6 +151,7 @@ def test_one_place_owns_each_foreign_package(foreign):
 @pytest.mark.parametrize("path", FILES, ids=place)
 def test_files_and_functions_are_short(path):
     text = path.read_text("utf-8")
+    assert place(path) in LONG_FILES or text.count("\n") <= MOST_LINES
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno < 50, f"{node.name} has over 50 lines"

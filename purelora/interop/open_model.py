@@ -24,7 +24,7 @@ from purelora.interop.maxtext import folder as maxtext_folder
 from purelora.interop.maxtext import read as maxtext_read
 from purelora.models import causal_lm
 from purelora.ops import quant
-from purelora.weights import tokenizer
+from purelora.weights import hf_tokenizer
 
 # The folder in a run's own that holds the tokenizer's files.
 TOKENIZER = "tokenizer"
@@ -58,7 +58,7 @@ def open_model(
     if not (run / TOKENIZER).is_dir():
         what = f"has no folder {TOKENIZER} beside its checkpoints"
         raise errors.ModelError(str(run), None, what, "give the whole folder of the run")
-    return builtin.Model(opened, tokenizer.from_hf(str(run / TOKENIZER)))
+    return builtin.Model(opened, hf_tokenizer.open_folder(str(run / TOKENIZER)))
 
 
 def _open_maxtext(path: str, arrays: str, hf_folder: str | None) -> builtin.Model:
@@ -67,7 +67,9 @@ def _open_maxtext(path: str, arrays: str, hf_folder: str | None) -> builtin.Mode
         remedy = "set model.hf_folder (of a command: --hf-folder) to a folder that has both"
         raise errors.ModelError(path, None, what, remedy)
     folder = os.path.expanduser(hf_folder)
-    model = builtin.Model(maxtext_read.open_folder(arrays, folder), tokenizer.from_hf(folder))
+    model = builtin.Model(
+        maxtext_read.open_folder(arrays, folder), hf_tokenizer.open_folder(folder)
+    )
     builtin.check_vocabulary(model)
     return model
 

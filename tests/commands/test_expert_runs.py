@@ -24,7 +24,7 @@ def base(tmp_path_factory) -> pathlib.Path:
     m = tiny.model("mixtral", **SIZES)
     arrays = expert_files.in_files(expert_files.stacks(m), "mixtral", "fused")
     companions = hf_write.tokenizer_files(builtin.tiny().tokenizer)
-    tensors = {n: hf_write.safetensors_file.spec_of(array) for n, array in arrays.items()}
+    tensors = {n: hf_write.safetensors_file.LazyTensor.of(array) for n, array in arrays.items()}
     config = tiny.hf_config("mixtral", **SIZES)
     hf_write.write_folder(str(folder), config, tensors, companions=companions)
     return folder

@@ -13,7 +13,7 @@ import safetensors.numpy
 from purelora.commands import adapters as adapters_command
 from purelora.commands import merge
 from purelora.core import errors, trees
-from purelora.interop import builtin
+from purelora.interop import builtin, merged_model
 from purelora.interop.peft import algebra, convert
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
@@ -104,7 +104,7 @@ def test_merged_is_adapted(bases, tmp_path, name, tied, capsys):
     assert np.abs(want - logits(*(base.model, {}, loaded(str(base.path))[1]))).max() > 1e-2
     untied = tied and name in ("head", "embedding", "dora", "tokens and head")
     assert merged[0].is_tied == (tied and not untied)
-    rows = json.loads((out / merge.REPORT).read_text())
+    rows = json.loads((out / "merge_report.json").read_text())
     assert all(row["kept"] > 0.999 for row in rows)
 
 
@@ -117,7 +117,7 @@ def test_report_says_what_a_narrow_dtype_keeps(bases, tmp_path, capsys):
     arguments = [f"--adapter={adapter}", f"--output={out}", "--dtype=bfloat16"]
     assert merge.main(arguments) == 0
     assert "more than half of the update is rounding" in capsys.readouterr().out
-    rows = json.loads((out / merge.REPORT).read_text())
+    rows = json.loads((out / "merge_report.json").read_text())
     name = rows[0]["module"]
     found = convert.open_adapter(adapter).modules[name]
     own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{name}.weight"]
@@ -235,7 +235,7 @@ def test_gguf_output_and_its_report(tmp_path, dtype):
     peft_files.write(str(tmp_path / "adapter"), adapter)
     out = tmp_path / "merged.gguf"
     options = [f"--adapter={tmp_path / 'adapter'}", f"--output={out}", f"--dtype={dtype}"]
-    form = merge.output_form(merge.Options(output=str(out), dtype=dtype), {})
+    form = merged_model.output_form(dtype, {}, is_gguf=True)
     assert merge.main(options) == 0
     merged = trees.flatten(loaded(str(out))[1])
     want = trees.flatten(tree)
@@ -356,8 +356,8 @@ def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
     base = bases[False]
     adapter = convert.open_adapter(base.adapter(tmp_path / "a", "plain"))
     opened = builtin.open_model(str(base.path))
-    form = merge.output_form(merge.Options(output="x"), opened.source.config)
-    merged = merge.Merged(
+    form = merged_model.output_form(None, opened.source.config, is_gguf=False)
+    merged = merged_model.MergedModel(
         opened.source, base.model, [(adapter, 1.0)], lambda name, values: values, form
     )
     name = next(iter(adapter.modules))

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.formats import mxfp4, source
-from purelora.interop import builtin
+from purelora.interop import builtin, merged_model
 from purelora.models import causal_lm
 from purelora.weights import hf_folder, hf_write
 from purelora.weights import load as weights_load
@@ -115,8 +114,8 @@ def test_a_packed_folder_is_the_folder_of_its_values(tensors, tmp_path):
     chex.assert_trees_all_equal(loaded[0].tree, loaded[1].tree)
     assert loaded[0].fingerprint == loaded[1].fingerprint
 
-    form = merge.output_form(merge.Options(output="x", dtype="bfloat16"), one.config)
-    merged = merge.Merged(one, m, [], merge._as_is, form)
+    form = merged_model.output_form("bfloat16", one.config, is_gguf=False)
+    merged = merged_model.MergedModel(one, m, [], merged_model.original_values, form)
     files = hf_write.tokenizer_files(builtin.tiny().tokenizer)
     hf_write.write_folder(
         str(tmp_path / "out"), merged.config(), merged.tensors(), companions=files

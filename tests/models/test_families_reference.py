@@ -94,7 +94,7 @@ def test_written_as_read(made, tmp_path):
     for name in first.shapes():
         array = stacks.read(name).array
         assert array.tobytes() == first.read(name).array.tobytes(), name
-        tensors[name] = safetensors_file.spec_of(array)
+        tensors[name] = safetensors_file.LazyTensor.of(array)
     hf_write.write_folder(str(tmp_path / "a"), config, tensors, companions={})
     again = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path / "a"), attn_implementation="eager"

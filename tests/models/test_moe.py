@@ -55,7 +55,7 @@ def test_sorted_rows_come_back_and_tiles_have_one_group(name):
     ids, x, count, tile = _rows(name)
     groups = jax.jit(grouped_matmul.group, static_argnums=(1, 2))(ids, count, tile)
     is_in = (np.asarray(ids) >= 0) & (np.asarray(ids) < count)
-    back = grouped_matmul.collect(grouped_matmul.dispatch(x, groups), groups)
+    back = grouped_matmul.combine(grouped_matmul.dispatch(x, groups), groups)
     np.testing.assert_array_equal(back, np.where(is_in[:, None], x, 0))
     tiles = np.asarray(groups.sources_R).reshape(-1, groups.tile)
     for number, sources in enumerate(tiles):
@@ -81,7 +81,7 @@ def test_products_and_gradients_are_those_of_each_row_by_itself(name, contractin
         groups = grouped_matmul.group(ids, count, tile)
         rows = grouped_matmul.dispatch(x, groups)
         y = grouped_matmul.frozen_dot(rows, weight, groups, parallel.whole, contracting)
-        return grouped_matmul.collect(y, groups)
+        return grouped_matmul.combine(y, groups)
 
     def theirs(x):
         picked = matrices[np.clip(ids, 0, count - 1)]
@@ -99,7 +99,7 @@ def test_gradients_of_the_matrices(name):
     def ours(x, weight):
         groups = grouped_matmul.group(ids, count, tile)
         y = grouped_matmul.dot(grouped_matmul.dispatch(x, groups), weight, groups)
-        return grouped_matmul.collect(y, groups)
+        return grouped_matmul.combine(y, groups)
 
     def theirs(x, weight):
         went = (ids[:, None] == jnp.arange(count)[None]).astype(jnp.float32)
@@ -118,7 +118,7 @@ def test_adapters_of_the_groups(name):
     def ours(x, a, b):
         groups = grouped_matmul.group(ids, count, tile)
         rows = grouped_matmul.dispatch(x, groups)
-        return grouped_matmul.collect(
+        return grouped_matmul.combine(
             grouped_matmul.delta(rows, a, b, jnp.float32(0.5), groups), groups
         )
 

@@ -11,10 +11,9 @@ import pytest
 import qwix
 import safetensors.numpy
 
-from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.formats import source
-from purelora.interop import open_model
+from purelora.interop import merged_model, open_model
 from purelora.models import causal_lm
 from purelora.ops import quant
 from purelora.weights import hf_folder
@@ -141,14 +140,12 @@ def test_what_only_other_processes_hold_is_hashed_too(layout, monkeypatch):
     opened = Counted(arrays, None)
     reader_of = []
     for index in range(2):
-        monkeypatch.setattr(weights_load.distributed, "process_count", lambda: 2)
-        monkeypatch.setattr(weights_load.distributed, "process_index", lambda index=index: index)
+        monkeypatch.setattr(weights_load.runtime, "process_count", lambda: 2)
+        monkeypatch.setattr(weights_load.runtime, "process_index", lambda index=index: index)
         reader_of.append(weights_load._Reader(opened, m.layout_of(arrays)))
     owned = [reader._own for reader in reader_of]
     assert owned[0] | owned[1] == set(arrays) and not owned[0] & owned[1]
-    monkeypatch.setattr(
-        weights_load.distributed, "gathered", lambda _, text: said.append(text) or said
-    )
+    monkeypatch.setattr(weights_load.runtime, "gathered", lambda _, text: said.append(text) or said)
     said: list[str] = []
     for reader in reader_of:
         found = reader.fingerprint()
@@ -205,8 +202,8 @@ def test_written_as_read(family, layout, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     opened = hf_folder.open_folder(str(tmp_path))
-    form = merge.output_form(merge.Options(output="x"), config)
-    merged = merge.Merged(opened, m, [], lambda _, values: values, form)
+    form = merged_model.output_form(None, config, is_gguf=False)
+    merged = merged_model.MergedModel(opened, m, [], lambda _, values: values, form)
     made = {name: spec.load() for name, spec in merged.tensors().items()}
     assert made.keys() == arrays.keys()
     for name, array in arrays.items():

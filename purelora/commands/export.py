@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from purelora.checkpoint import store
-from purelora.config import command_line, schema
+from purelora.config import command_line, from_dict, schema
 from purelora.core import errors, trees
 from purelora.core.batch import Inputs
 from purelora.formats import atomic_output as output
@@ -106,7 +106,7 @@ def _logit_difference(
     options: Options, checkpoints: store.Checkpoints, step: int, folder: str
 ) -> float:
     """Largest difference of a logit over the largest logit, on the run's own base."""
-    settings = schema.from_flat(checkpoints.meta(step)["config"])
+    settings = from_dict.from_flat(checkpoints.meta(step)["config"])
     path, hf_folder = settings.model.path, settings.model.hf_folder
     if options.model is not None:
         path, hf_folder = options.model, options.hf_folder

@@ -9,7 +9,7 @@ import jax
 
 import purelora
 from purelora.checkpoint import resume, store
-from purelora.config import schema
+from purelora.config import checks, schema
 from purelora.core import errors, train_state, trees
 from purelora.data import load as data_load
 from purelora.interop import builtin, open_model
@@ -89,7 +89,7 @@ def build(model: builtin.Model, plan: Plan, say: Say) -> tuple[Run, train_state.
     say(f"{data.report}\n{plan_report.describe_targets(plan)}")
     total = settings.steps or (settings.epochs or 0) * data.train.steps_per_epoch
     schedule_steps = settings.optim.schedule_steps or total
-    for problem in schema.warmup_problems(settings.optim, schedule_steps):
+    for problem in checks.warmup_problems(settings.optim, schedule_steps):
         raise errors.ConfigError(*problem)
     checkpoints = resume.open_checkpoints(settings)
     saved = resume.agreed_step(settings, checkpoints, say)

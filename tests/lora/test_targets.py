@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from purelora.config import command_line, schema
+from purelora.config import checks, command_line, schema
 from purelora.core import errors, param_info, trees
 from purelora.interop import builtin
 from purelora.lora import adapters, targets
@@ -244,5 +244,5 @@ def test_a_pattern_is_checked_as_it_is_used():
     changes = {"rank_pattern": {"(?i)Q_PROJ": 2}}
     settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     lora_settings = dataclasses.replace(settings.lora, **changes)
-    found = schema.check(dataclasses.replace(settings, lora=lora_settings))
+    found = checks.check(dataclasses.replace(settings, lora=lora_settings))
     assert [(p.where, p.value) for p in found] == [("lora.rank_pattern", "(?i)Q_PROJ")]

@@ -68,7 +68,7 @@ def compiled(shape: pathlib.Path, layers: int, accum: int, mesh: tuple[int, int]
     import jax
 
     from purelora.analysis import footprint
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     fsdp, tensor = mesh
     keys = {
@@ -81,7 +81,7 @@ def compiled(shape: pathlib.Path, layers: int, accum: int, mesh: tuple[int, int]
         "mesh.tensor": tensor,
     }
     config = runs.settings("qlora", keys)
-    plan = plans.make(config, runs.sizes(shape, layers), str(shape), jax.devices())
+    plan = planning.make_plan(config, runs.sizes(shape, layers), str(shape), jax.devices())
     return plan, footprint.program_of(plan)
 
 

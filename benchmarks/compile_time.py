@@ -109,7 +109,7 @@ def lowering(shape: str, scan: bool, layers: int):
     """The step of a run with so many layers: a function that traces and lowers it anew."""
     import jax
 
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     path = runs.SHAPES / "small" / f"{shape}.json"
     keys = {
@@ -124,7 +124,7 @@ def lowering(shape: str, scan: bool, layers: int):
         "quant.tile_size": 16,
     }
     settings = runs.settings("base", keys)
-    plan = plans.make(settings, runs.sizes(path, layers), str(path), jax.devices())
+    plan = planning.make_plan(settings, runs.sizes(path, layers), str(path), jax.devices())
     return lambda: runs.abstract_step(plan).lower()
 
 

@@ -95,12 +95,12 @@ def estimated(case: str) -> dict[str, float]:
 
     from purelora.analysis import footprint
     from purelora.interop import open_model
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     c = settings(case)
     hf_config = open_model.open_config(c.model.path)
     devices = jax.devices()[:1]
-    compiled = footprint.compiled(plans.make(c, hf_config, c.model.path, devices))
+    compiled = footprint.compiled(planning.make_plan(c, hf_config, c.model.path, devices))
     formula = footprint.formula(c, hf_config, c.model.path, devices, DEPTHS)
     return {"compiled": compiled.peak_bytes, "formula": formula.peak_bytes}
 
@@ -112,11 +112,10 @@ def measured(case: str, steps: int) -> dict[str, float]:
     import numpy as np
 
     from purelora.interop import open_model
-    from purelora.training import init
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     c = settings(case)
-    p = plans.make(c, open_model.open_config(c.model.path), c.model.path, jax.devices()[:1])
+    p = planning.make_plan(c, open_model.open_config(c.model.path), c.model.path, jax.devices()[:1])
     abstract = runs.abstract_step(p)
     arguments = abstract.arguments
     step = abstract.lower().compile()
@@ -132,9 +131,8 @@ def measured(case: str, steps: int) -> dict[str, float]:
     def constants(tree):
         return jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), tree))()
 
-    start = init.Start(constants(arguments.base), constants(arguments.state.trainable))
-    _, state, base = runs.ready_step(p, start)
-    del start
+    base = constants(arguments.base)
+    state = runs.ready_step(p, base, constants(arguments.state.trainable)).state
     batch = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), arguments.batch)
     for _ in range(steps):
         state, metrics = step(state, base, batch)

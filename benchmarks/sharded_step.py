@@ -91,8 +91,7 @@ def model():
     from purelora.core import param_info, trees
     from purelora.ops import quant
     from purelora.sharding import specs
-    from purelora.training import init
-    from purelora.training import plan as plans
+    from purelora.training import init, planning
 
     changes = {
         "batch_size": ROWS,
@@ -120,7 +119,7 @@ def model():
         "rope_theta": THETA,
         "tie_word_embeddings": False,
     }
-    plan = plans.make(settings, sizes, "config.json", jax.devices())
+    plan = planning.make_plan(settings, sizes, "config.json", jax.devices())
 
     def quantised(weight, leaf):
         return weight if isinstance(leaf, param_info.ParamInfo) else quant.quantise(weight, leaf)
@@ -145,7 +144,7 @@ def ours(plan, start):
 
     from purelora.sharding import specs
 
-    step, state, base = runs.ready_step(plan, start)
+    step, state, base = runs.ready_step(plan, start.base, start.trainable)
     placed = jax.device_put(batch(), specs.shardings(specs.BATCH_SPEC, plan.mesh))
 
     def run():

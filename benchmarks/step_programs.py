@@ -128,12 +128,12 @@ def lowering(sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """The lowered step of a run of a model of these sizes."""
     import jax
 
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     settings = runs.settings("base", ADAPTED | {"model.path": "random:config.json"} | changes)
     mesh = settings.mesh
     used = (mesh.fsdp or 1) * mesh.tensor * mesh.expert
-    plan = plans.make(settings, sizes, "config.json", jax.devices()[:used])
+    plan = planning.make_plan(settings, sizes, "config.json", jax.devices()[:used])
     return runs.abstract_step(plan, schedule_steps=10).lower()
 
 

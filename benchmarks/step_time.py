@@ -143,10 +143,10 @@ def naive(size: Size, dtype: str):
     import optax
 
     from purelora.core import param_info
-    from purelora.training import setup
+    from purelora.training import beginning, setup
 
     model, plan = setup.open_and_plan(settings(size, dtype, "none", "scan", "none"), runs.quiet)
-    base = setup.load_weights(model, plan, runs.quiet).tree
+    base = beginning.load_weights(model, plan, runs.quiet).tree
     adapters = param_info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
     tx, loss = optax.adamw(1e-3), naive_loss(plan.model.config, dtype)
 

@@ -174,10 +174,12 @@ def shape_file(shape: str) -> pathlib.Path:
 
 def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder: str, count: int):
     """A run of purelora, and its first `count` batches."""
+    import jax
     import numpy as np
 
     from purelora.core import trees
-    from purelora.training import setup
+    from purelora.sharding import specs
+    from purelora.training import feed, setup
 
     keys = {
         "workdir": folder,
@@ -204,13 +206,15 @@ def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder
     }
     model, plan = setup.open_and_plan(runs.settings("base", keys), runs.quiet)
     run, state = setup.build(model, plan, runs.quiet)
-    batches = [run.batch(run.data.train, number) for number in range(count)]
-    feed = iter(batches)
+    fed = feed.feed(run.data.train, plan.mesh, range(1, count + 1))
+    batches = [jax.device_get(one.batch) for one in fed]
+    coming = iter(batches)
+    placement = specs.shardings(specs.BATCH_SPEC, plan.mesh)
     experts = plan.model.config.experts
 
     def step() -> tuple[float, float | None]:
         nonlocal state
-        state, metrics = run.train_step(state, run.base, run.place(next(feed)))
+        state, metrics = run.train_step(state, run.base, jax.device_put(next(coming), placement))
         loss = float(metrics.loss_sum) / float(metrics.weight_sum)
         if experts is None:
             return loss, None

@@ -61,10 +61,10 @@ class AbstractStep(NamedTuple):
 def abstract_step(plan: Any, schedule_steps: int = 100) -> AbstractStep:
     """The step that `python -m purelora.train` compiles, without arrays."""
     from purelora.analysis import step_bytes
-    from purelora.training import optimisers, setup
+    from purelora.training import optimisers, programs
 
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    step = setup.train_step(plan, setup.layout_of(plan, tx), tx, schedule_steps)
+    step = programs.train_step(plan, programs.layout_of(plan, tx), tx, schedule_steps)
     return AbstractStep(step, step_bytes.abstract_arguments(plan))
 
 
@@ -76,23 +76,23 @@ class ReadyStep(NamedTuple):
     base: Any
 
 
-def ready_step(plan: Any, start: Any) -> ReadyStep:
-    """The step of a run that begins with these leaves, which it takes over."""
-    from purelora.training import optimisers, setup
+def ready_step(plan: Any, base: Any, trainable: Any) -> ReadyStep:
+    """The step of a run that begins with these leaves; it takes over the trained ones."""
+    from purelora.training import optimisers, programs
 
-    split = setup.through_boundary(plan, start)
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = setup.layout_of(plan, tx)
-    state = setup.fresh_state(plan, layout, tx, split.trainable)
-    return ReadyStep(setup.train_step(plan, layout, tx, schedule_steps=100), state, split.base)
+    layout = programs.layout_of(plan, tx)
+    state = programs.fresh_state(plan, layout, tx, trainable)
+    return ReadyStep(programs.train_step(plan, layout, tx, schedule_steps=100), state, base)
 
 
 def loaded_step(config: Any) -> tuple[Any, ReadyStep]:
     """The plan and the step of a run of its own model, with the weights read."""
-    from purelora.training import setup
+    from purelora.training import beginning, setup
 
     model, plan = setup.open_and_plan(config, quiet)
-    return plan, ready_step(plan, setup.begin_fresh(model, plan, quiet).start)
+    begun = beginning.begin_fresh(model, plan, quiet)
+    return plan, ready_step(plan, begun.base, begun.trainable)
 
 
 def quiet(text: str) -> None:

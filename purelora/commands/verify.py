@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from purelora.analysis import fault_injection as kills
-from purelora.checkpoint import manifest, store
+from purelora.checkpoint import manifest, orbax_files, step_folders, store
 from purelora.commands import train
 from purelora.config import command_line, schema
 from purelora.core import errors
@@ -150,7 +150,7 @@ class Proof:
         if step != its_step:
             return [f"the last checkpoint is of step {its_step} instead of {step}"]
         problems = []
-        for item in ("state", *store.EXTRAS):
+        for item in ("state", *orbax_files.EXTRAS):
             if (self._unbroken / "checkpoints" / str(step) / item).exists():
                 leaves = whole.leaves(step, item)
                 problems += differences(leaves, broken.leaves(step, item))
@@ -230,7 +230,7 @@ def _records(workdir: pathlib.Path) -> list[_Record]:
     ]
 
 
-def _newest(workdir: pathlib.Path) -> store.Newest:
+def _newest(workdir: pathlib.Path) -> step_folders.Newest:
     return store.to_read(workdir / "checkpoints").newest_whole()
 
 

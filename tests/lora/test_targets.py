@@ -14,8 +14,7 @@ from purelora.core import errors, param_info, trees
 from purelora.interop import builtin
 from purelora.lora import adapters, targets
 from purelora.sharding import parallel
-from purelora.training import optimisers
-from purelora.training import plan as plans
+from purelora.training import optimisers, plan_report, planning
 from tests.support import tiny
 
 
@@ -235,8 +234,8 @@ def test_the_reported_share_counts_parameters_and_not_codes():
     shares = set()
     for qtype in ("none", "int8", "nf4"):
         changed = dataclasses.replace(settings, quant=schema.QuantConfig(qtype, None, ()))
-        made = plans.make(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
-        shares.add(made.describe_targets().rpartition(": ")[2])
+        made = planning.make_plan(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
+        shares.add(plan_report.describe_targets(made).rpartition(": ")[2])
     total = trees.count(jax.tree.map(lambda leaf: leaf.abstract, made.model.infos)) + 8192
     assert shares == {f"8,192 of {total:,} parameters trained ({8192 / total:.3%})"}
 

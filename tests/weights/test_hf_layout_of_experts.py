@@ -145,9 +145,7 @@ def test_what_only_other_processes_hold_is_hashed_too(layout, monkeypatch):
         reader_of.append(weights_load._Reader(opened, m.layout_of(arrays)))
     owned = [reader._own for reader in reader_of]
     assert owned[0] | owned[1] == set(arrays) and not owned[0] & owned[1]
-    monkeypatch.setattr(
-        weights_load.runtime, "gathered", lambda _, text: said.append(text) or said
-    )
+    monkeypatch.setattr(weights_load.runtime, "gathered", lambda _, text: said.append(text) or said)
     said: list[str] = []
     for reader in reader_of:
         found = reader.fingerprint()

@@ -22,7 +22,7 @@ from purelora.core import trees
 from purelora.formats import atomic_output, source
 from purelora.interop import builtin, merged_model
 from purelora.interop.gguf import read as gguf_read
-from purelora.interop.gguf import tokenizer as gguf_tokenizer
+from purelora.interop.gguf import tokenizer_write
 from purelora.interop.gguf import write as gguf_write
 from purelora.interop.maxtext import read as maxtext_read
 from purelora.interop.peft import convert
@@ -194,8 +194,8 @@ def _write(
 
 def _tokenizer_fields(output: str, base: builtin.Model) -> Mapping[str, Any]:
     if isinstance(base.source, gguf_read.GGUFSource):
-        return gguf_tokenizer.copied(base.source.container)
-    return gguf_tokenizer.made(output, base.tokenizer, base.source.config["vocab_size"])
+        return tokenizer_write.copied_fields(base.source.container)
+    return tokenizer_write.fields_of(output, base.tokenizer, base.source.config["vocab_size"])
 
 
 def describe(survivals: Sequence[merged_model.Survival]) -> str:

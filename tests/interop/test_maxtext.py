@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tokenizers
 
-from purelora.commands import estimate, export, generate, merge
+from purelora.commands import export, generate, merge
 from purelora.core import errors, trees
 from purelora.formats import array_store, source
 from purelora.interop import builtin, open_model
@@ -464,7 +464,7 @@ def test_what_is_missing_or_too_much_is_said(tmp_path, hf_folder):
         open_model.open_model("tiny", hf_folder=hf_folder)
     with pytest.raises(errors.ModelError, match="has no config.json; give the folder of"):
         open_model.open_model(path, hf_folder=str(tmp_path))
-    assert estimate.open_config(path, hf_folder) == opened_config("llama-axis0")
+    assert open_model.open_config(path, hf_folder) == opened_config("llama-axis0")
     with pytest.raises(errors.ModelError, match="holds adapters without their base; give it as"):
         open_model.open_model(str(DATA / "llama-adapters"), hf_folder=hf_folder)
 

@@ -53,7 +53,7 @@ def compiled(layers: int, accum: int, mesh: tuple[int, int]):
 
     from purelora.analysis import footprint
     from purelora.config import command_line
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     fsdp, tensor = mesh
     keys = {
@@ -70,7 +70,7 @@ def compiled(layers: int, accum: int, mesh: tuple[int, int]):
         [f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()
     ).config
     hf_config = {**json.loads(SHAPE.read_text()), "num_hidden_layers": layers}
-    plan = plans.make(config, hf_config, str(SHAPE), jax.devices())
+    plan = planning.make_plan(config, hf_config, str(SHAPE), jax.devices())
     return plan, footprint.program_of(plan)
 
 

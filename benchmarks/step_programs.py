@@ -131,17 +131,16 @@ def lowering(sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
 
     from purelora.analysis import step_bytes
     from purelora.config import command_line
-    from purelora.training import optimisers, setup
-    from purelora.training import plan as plans
+    from purelora.training import optimisers, planning, programs
 
     keys = ADAPTED | {"model.path": "random:config.json"} | changes
     overrides = [f"--config.{key}={value}" for key, value in keys.items()]
     settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
     mesh = settings.mesh
     used = (mesh.fsdp or 1) * mesh.tensor * mesh.expert
-    plan = plans.make(settings, sizes, "config.json", jax.devices()[:used])
+    plan = planning.make_plan(settings, sizes, "config.json", jax.devices()[:used])
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    step = setup.train_step(plan, setup.layout_of(plan, tx), tx, schedule_steps=10)
+    step = programs.train_step(plan, programs.layout_of(plan, tx), tx, schedule_steps=10)
     return step.lower(*step_bytes.abstract_arguments(plan))
 
 

@@ -11,7 +11,8 @@ from purelora.analysis import footprint, hlo, step_bytes
 from purelora.config import schema
 from purelora.core import errors, trees
 from purelora.sharding import specs
-from purelora.training import plan as plans
+from purelora.training import plan_report, planning
+from purelora.training.plan import Plan
 
 METHODS = ("auto", "compiled", "formula")
 _MOST_ROWS = 4096
@@ -45,7 +46,7 @@ def report(
       ConfigError, ModelError: as `plan.make` and `footprint.formula`.
     """
     where = settings.model.path
-    plan = plans.make(settings, hf_config, where, devices)
+    plan = planning.make_plan(settings, hf_config, where, devices)
     yield from _describe_run(plan)
     # The formula takes all layers to be alike.
     is_long = _layers_compiled(plan) > max(footprint.DEPTHS) and len(plan.model.stack_paths) == 1
@@ -62,19 +63,19 @@ def report(
         yield from _describe_fits(plan, hf_config, memory_gb)
 
 
-def _layers_compiled(plan: plans.Plan) -> int:
+def _layers_compiled(plan: Plan) -> int:
     """How many layers the compiler sees one by one."""
     if plan.config.scan_layers:
         return 1
     return plan.model.config.num_hidden_layers
 
 
-def _describe_run(plan: plans.Plan) -> Iterator[str]:
+def _describe_run(plan: Plan) -> Iterator[str]:
     c = plan.config
     total = sum(math.prod(leaf.shape) for leaf in plan.model.flat_infos.values())
     trained = trees.count(jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos))
     yield f"model: {c.model.path}: {total:,} parameters, {trained:,} trained"
-    yield plan.describe_targets()
+    yield plan_report.describe_targets(plan)
     axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     rows = _rows(c.micro_batch_size // specs.row_ways(plan.mesh))
     yield (
@@ -91,7 +92,7 @@ def _tokens(settings: schema.Config) -> int:
     return settings.batch_size * settings.max_length
 
 
-def _describe_bytes(plan: plans.Plan, needs: footprint.Footprint) -> Iterator[str]:
+def _describe_bytes(plan: Plan, needs: footprint.Footprint) -> Iterator[str]:
     if needs.method == "compiled":
         count = plan.mesh.size
         devices = f"{count} virtual CPU device{'s' if count > 1 else ''}"
@@ -141,7 +142,7 @@ def traffic_row(row: hlo.Traffic) -> str:
     )
 
 
-def _describe_flops(plan: plans.Plan) -> Iterator[str]:
+def _describe_flops(plan: Plan) -> Iterator[str]:
     each, tokens = plan.flops_per_token, _tokens(plan.config)
     yield (
         f"\nfloating point operations: {each:.3g} a token, {each * tokens:.3g} a step, "
@@ -149,9 +150,7 @@ def _describe_flops(plan: plans.Plan) -> Iterator[str]:
     )
 
 
-def _describe_fits(
-    plan: plans.Plan, hf_config: Mapping[str, Any], memory_gb: float
-) -> Iterator[str]:
+def _describe_fits(plan: Plan, hf_config: Mapping[str, Any], memory_gb: float) -> Iterator[str]:
     c = plan.config
     scanned = "" if c.scan_layers else ", with scan_layers=True"
     yield f"\nwhat fits in {memory_gb:g} GB a device{scanned}"
@@ -180,7 +179,7 @@ def _describe_fits(
 
 
 def _most_rows(
-    plan: plans.Plan, hf_config: Mapping[str, Any], remat: Literal["none", "full"], memory_gb: float
+    plan: Plan, hf_config: Mapping[str, Any], remat: Literal["none", "full"], memory_gb: float
 ) -> footprint.Fit:
     """The most rows of a device and micro-batch that fit."""
     c = dataclasses.replace(plan.config, remat=remat, scan_layers=True)
@@ -189,13 +188,13 @@ def _most_rows(
     def peak_of(rows: int) -> int:
         batch_size = rows * specs.row_ways(plan.mesh) * c.accum_steps
         tried = dataclasses.replace(c, batch_size=batch_size)
-        made = plans.make(tried, hf_config, c.model.path, devices)
+        made = planning.make_plan(tried, hf_config, c.model.path, devices)
         return footprint.compiled(made).peak_bytes
 
     return footprint.most_rows(peak_of, int(memory_gb * 1e9), _MOST_ROWS)
 
 
-def _describe_tiles(plan: plans.Plan, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def _describe_tiles(plan: Plan, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """What the base takes with other tile sizes; those that do not divide are left out."""
     c = plan.config
     if c.quant.qtype == "none":
@@ -204,7 +203,7 @@ def _describe_tiles(plan: plans.Plan, hf_config: Mapping[str, Any]) -> Iterator[
     for tile in dict.fromkeys((*_TILES, c.quant.tile_size)):
         tiled = dataclasses.replace(c, quant=dataclasses.replace(c.quant, tile_size=tile))
         try:
-            other = plans.make(tiled, hf_config, c.model.path, list(plan.mesh.devices.flat))
+            other = planning.make_plan(tiled, hf_config, c.model.path, list(plan.mesh.devices.flat))
         except errors.ConfigError:
             continue
         base = step_bytes.base_bytes(other)

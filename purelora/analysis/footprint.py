@@ -17,8 +17,8 @@ import jax
 from purelora.analysis import hlo, step_bytes
 from purelora.config import schema
 from purelora.core import errors
-from purelora.training import plan as plans
-from purelora.training import setup
+from purelora.training import planning, programs
+from purelora.training.plan import Plan
 
 # Depths that a formula is made from. With fewer layers an unrolled step has another shape: its peak
 # is in the loss, and not in the layers.
@@ -59,7 +59,7 @@ class Footprint:
         return max(0, self.temp_bytes - self.parts.activations - self.parts.gradients)
 
 
-def compiled(plan: plans.Plan) -> Footprint:
+def compiled(plan: Plan) -> Footprint:
     """Compiles the plan's step and reads what it needs; allocates none of its arrays."""
     start = time.perf_counter()
     arguments, executable = _compile(plan)
@@ -78,16 +78,16 @@ def compiled(plan: plans.Plan) -> Footprint:
     )
 
 
-def program_of(plan: plans.Plan) -> hlo.Program:
+def program_of(plan: Plan) -> hlo.Program:
     """The plan's compiled step as text, read."""
     return hlo.Program.of(_compile(plan)[1].as_text())
 
 
-def _compile(plan: plans.Plan) -> tuple[step_bytes.Arguments, Any]:
+def _compile(plan: Plan) -> tuple[step_bytes.Arguments, Any]:
     """The step's abstract arguments, and the step compiled for them."""
     tx, layout = step_bytes.StepParts.of(plan)
     arguments = step_bytes.abstract_arguments(plan)
-    step = setup.train_step(plan, layout, tx, schedule_steps=1)
+    step = programs.train_step(plan, layout, tx, schedule_steps=1)
     return arguments, step.lower(*arguments).compile()
 
 
@@ -109,9 +109,9 @@ def formula(
 
     Raises:
       ConfigError: settings that name layers which the smaller models do not have.
-      ModelError: as `plans.make`.
+      ModelError: as `planning.make_plan`.
     """
-    plan = plans.make(settings, hf_config, where, devices)
+    plan = planning.make_plan(settings, hf_config, where, devices)
     layers = plan.model.config.num_hidden_layers
     if len(plan.model.stack_paths) > 1:
         what = "has layers of different parameters, for which there is no formula"
@@ -120,7 +120,7 @@ def formula(
         what = f"is not more than the {depths[1]} layers that a formula is made from"
         raise errors.ModelError(f"{where}: {_LAYERS}", layers, what, "use --method=compiled")
     few, more = (
-        compiled(plans.make(settings, _shallow(hf_config, depth), where, devices))
+        compiled(planning.make_plan(settings, _shallow(hf_config, depth), where, devices))
         for depth in depths
     )
     ahead = (layers - depths[0]) / (depths[1] - depths[0])

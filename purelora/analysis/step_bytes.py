@@ -1,7 +1,6 @@
 """Bytes of a training step on one device, counted from its declarations: no weight is read."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,11 +12,11 @@ import optax
 from purelora.core import train_state, trees
 from purelora.core.batch import Batch
 from purelora.lora import targets
-from purelora.models import causal_lm, loss
+from purelora.models import loss
 from purelora.sharding import rules, specs
-from purelora.training import optimisers, setup
-from purelora.training import plan as plans
+from purelora.training import optimisers, plan_report, programs
 from purelora.training import step as steps
+from purelora.training.plan import Plan
 
 
 class Arguments(NamedTuple):
@@ -67,28 +66,25 @@ class StepParts(NamedTuple):
     layout: steps.Layout
 
     @classmethod
-    def of(cls, plan: plans.Plan) -> "StepParts":
+    def of(cls, plan: Plan) -> "StepParts":
         tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-        return cls(tx, setup.layout_of(plan, tx))
+        return cls(tx, programs.layout_of(plan, tx))
 
 
-def abstract_arguments(plan: plans.Plan) -> Arguments:
+def abstract_arguments(plan: Plan) -> Arguments:
     """The arguments of a plan's step, without arrays."""
     tx, layout = StepParts.of(plan)
-    create = functools.partial(train_state.create, tx=tx, key=jax.random.key(0))
-    state = jax.eval_shape(create, jax.tree.map(lambda leaf: leaf.abstract, plan.trainable_infos))
     base = jax.tree.map(lambda leaf: leaf.abstract, plan.base_infos)
     c = plan.config
     shape = (c.accum_steps, c.micro_batch_size, c.max_length)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)
     batch = Batch(ints, ints, jax.ShapeDtypeStruct(shape, jnp.float32), ints, ints)
     rows = Batch(*(specs.BATCH_SPEC for _ in batch))
-    return Arguments(
-        *(
-            jax.tree.map(_with_sharding, tree, specs.shardings(spec, plan.mesh))
-            for tree, spec in ((state, layout.state), (base, layout.base), (batch, rows))
-        )
+    sharded = (
+        jax.tree.map(_with_sharding, tree, specs.shardings(spec, plan.mesh))
+        for tree, spec in ((base, layout.base), (batch, rows))
     )
+    return Arguments(programs.abstract_state(plan, layout, tx), *sharded)
 
 
 def _with_sharding(
@@ -97,9 +93,9 @@ def _with_sharding(
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def base_bytes(plan: plans.Plan) -> int:
+def base_bytes(plan: Plan) -> int:
     """Bytes of the frozen base on one device."""
-    return sum(row.device_bytes for row in plans.array_rows(plan) if not row.is_trained)
+    return sum(row.device_bytes for row in plan_report.array_rows(plan) if not row.is_trained)
 
 
 def _bytes(tree: Any) -> int:
@@ -110,7 +106,7 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def counted(plan: plans.Plan, arguments: Arguments) -> Parts:
+def counted(plan: Plan, arguments: Arguments) -> Parts:
     """Everything that shapes and shardings alone tell."""
     base: dict[str, int] = {}
     for leaf in jax.tree.leaves(arguments.base):
@@ -130,13 +126,13 @@ def counted(plan: plans.Plan, arguments: Arguments) -> Parts:
     )
 
 
-def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
+def kept_bytes(plan: Plan, arguments: Arguments) -> int:
     """Bytes on one device of what the forward pass of a micro-batch leaves for the backward pass.
 
     It is read off the residuals of the real step's own differentiation: whatever the model, remat
     and the layout make of it. Weights are not counted, unless they are kept gathered.
     """
-    forward = causal_lm.make_forward(plan.model, plan.execution, plan.shards, **plan.loss_options)
+    forward = programs.forward_of(plan)
     kept: list[int] = []
 
     def observed(
@@ -161,25 +157,25 @@ def kept_bytes(plan: plans.Plan, arguments: Arguments) -> int:
     return kept[0]
 
 
-def _axis_size(plan: plans.Plan, spec: Any, *, gathered: bool) -> int:
+def _axis_size(plan: Plan, spec: Any, *, gathered: bool) -> int:
     """Into how many parts a spec splits an array: those that are gathered, or the others."""
     axes = [axis for axis in spec if axis is not None]
     return math.prod(plan.mesh.shape[a] for a in axes if (a in rules.BATCH_AXES) == gathered)
 
 
-def _gradient_bytes(plan: plans.Plan) -> int:
+def _gradient_bytes(plan: Plan) -> int:
     """Adapters are gathered in the loops, like their gradients; full weights stay sharded."""
     return sum(
         row.device_bytes * (_axis_size(plan, row.spec, gathered=True) if row.is_adapter else 1)
-        for row in plans.array_rows(plan)
+        for row in plan_report.array_rows(plan)
         if row.is_trained
     )
 
 
-def _gathered(plan: plans.Plan) -> tuple[int, int]:
+def _gathered(plan: Plan) -> tuple[int, int]:
     """Gathered bytes on a device: of the largest layer, and of the largest weight of no layer."""
     of_stack, tables = dict.fromkeys(plan.model.stack_paths, 0), dict[str, int]()
-    for row in plans.array_rows(plan):
+    for row in plan_report.array_rows(plan):
         axis_size = _axis_size(plan, row.spec, gathered=True)
         if axis_size == 1 or row.is_adapter:
             continue
@@ -191,12 +187,12 @@ def _gathered(plan: plans.Plan) -> tuple[int, int]:
     return max(of_stack.values()), max(tables.values(), default=0)
 
 
-def _logits_bytes(plan: plans.Plan) -> int:
+def _logits_bytes(plan: Plan) -> int:
     """float32 logits of one chunk: the rows of the head that a device has, for so many tokens."""
     c = plan.config
     tokens = c.micro_batch_size // specs.row_ways(plan.mesh) * c.max_length
     chunks = -(-tokens // c.loss_chunk_tokens)
     name = targets.EMBEDDING if plan.model.is_tied else targets.HEAD
-    head = next(row for row in plans.array_rows(plan) if row.leaf == f"{name}.weight")
+    head = next(row for row in plan_report.array_rows(plan) if row.leaf == f"{name}.weight")
     rows = head.info.shape[0] // _axis_size(plan, head.spec[:1], gathered=False)
     return -(-tokens // chunks) * rows * 4

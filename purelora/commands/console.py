@@ -4,7 +4,6 @@ import ast
 import importlib
 import pathlib
 import sys
-from typing import NoReturn
 
 from purelora.core import errors
 
@@ -15,7 +14,7 @@ NAMES = (
 _USER_ERROR_STATUS = 2
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Runs the sub-command that the first argument names; exits with its status."""
     name, *argv = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from purelora.checkpoint import store
-from purelora.config import schema
+from purelora.config import from_dict, schema
 from purelora.core import errors, trees
 from purelora.core.batch import Inputs
 from purelora.formats import atomic_output, source
@@ -25,7 +25,7 @@ from purelora.interop import builtin, open_model
 from purelora.interop.peft import algebra, convert
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
-from purelora.training import run_folder, setup
+from purelora.training import beginning, run_folder, setup
 
 _CHECKED_TOKENS = 32
 # Largest difference of a logit, over the largest logit: rounding of float32 in another order.
@@ -119,18 +119,18 @@ def _logit_difference(
     run: str, checkpoints: store.Checkpoints, step: int, folder: str, base: Base | None
 ) -> float:
     """Largest difference of a logit over the largest logit, on the run's own base."""
-    settings = schema.from_flat(checkpoints.meta(step)["config"])
+    settings = from_dict.from_flat(checkpoints.meta(step)["config"])
     if base is None:
         base = Base(settings.model.path, settings.model.hf_folder)
         if "base" in checkpoints.extras(step) and not settings.lora.modules_to_save:
             base = Base(run)  # It needs nothing else.
     settings = _on_one_device(settings, base)
     model, plan = setup.open_and_plan(settings, _quiet, devices=jax.devices()[:1])
-    beginning = setup.begin_again(checkpoints, step, model, plan, _quiet)
-    frozen, tokens = beginning.start.base, _tokens(model)
+    again = beginning.base_again(checkpoints, step, model, plan, _quiet)
+    frozen, tokens = again.base, _tokens(model)
     wanted = _logits(plan.model, trees.unflatten(checkpoints.trained(step)), frozen, tokens)
     attached = convert.attach(
-        peft_files.read(folder), plan.model, base_fingerprint=beginning.fingerprint
+        peft_files.read(folder), plan.model, base_fingerprint=again.fingerprint
     )
     logits = _logits(attached.model, attached.trainable, frozen, tokens)
     return float(np.abs(logits - wanted).max() / np.abs(wanted).max())

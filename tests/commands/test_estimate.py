@@ -17,7 +17,9 @@ from purelora.commands import estimate
 from purelora.config import command_line, schema
 from purelora.core import errors
 from purelora.interop import open_model
-from purelora.training import plan as plans
+from purelora.models import causal_lm
+from purelora.training import planning
+from purelora.training.plan import Plan
 from tests.support import tiny
 
 BASE = pathlib.Path(__file__).parents[2] / "configs" / "base.py"
@@ -51,12 +53,12 @@ def settings(**changes: object) -> schema.Config:
     return command_line.parse([f"--config={BASE}", *overrides], flags=()).config
 
 
-def plan_of(c: schema.Config, count: int = 1, layers: int = LAYERS) -> plans.Plan:
+def plan_of(c: schema.Config, count: int = 1, layers: int = LAYERS) -> Plan:
     hf_config = tiny.hf_config(num_hidden_layers=layers)
-    return plans.make(c, hf_config, "config.json", jax.devices()[:count])
+    return planning.make_plan(c, hf_config, "config.json", jax.devices()[:count])
 
 
-def parts_of(plan: plans.Plan) -> step_bytes.Parts:
+def parts_of(plan: Plan) -> step_bytes.Parts:
     return step_bytes.counted(plan, step_bytes.abstract_arguments(plan))
 
 
@@ -132,7 +134,7 @@ def test_formula_beside_the_compiler(changes, count):
     c = settings(**changes)
     hf_config = tiny.hf_config(num_hidden_layers=12)
     devices = jax.devices()[:count]
-    exact = footprint.compiled(plans.make(c, hf_config, "config.json", devices))
+    exact = footprint.compiled(planning.make_plan(c, hf_config, "config.json", devices))
     assert exact.argument_bytes == exact.parts.arguments
     # Otherwise the parts would not be parts of it.
     assert exact.temp_bytes > exact.parts.activations + exact.parts.gradients
@@ -200,7 +202,7 @@ def _made_up(monkeypatch):
     """2 MB and 4 MB a row, or 1 MB a row with remat, instead of seconds of compilation."""
     parts = parts_of(plan_of(settings()))
 
-    def compiled(plan: plans.Plan) -> footprint.Footprint:
+    def compiled(plan: Plan) -> footprint.Footprint:
         c = plan.config
         rows = c.micro_batch_size // (plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
         activations = rows * (4_000_000 if c.remat == "none" else 1_000_000)
@@ -330,7 +332,7 @@ def test_a_folder_needs_no_weights(shape, tmp_path):
 )  # fmt: skip
 def test_shapes_have_the_published_sizes(name, count):
     path = str(BASE.parent / "shapes" / f"{name}.json")
-    model = plans.causal_lm.from_hf(open_model.open_config(path), path, dtype="float32")
+    model = causal_lm.from_hf(open_model.open_config(path), path, dtype="float32")
     total = 0
     for leaf in model.flat_infos.values():
         size = 1

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from purelora.config import command_line, schema
+from purelora.config import checks, command_line, schema
 from purelora.core import errors, param_info, trees
 from purelora.lora import adapters as lora
 from purelora.models import stacks
-from purelora.training import plan as plans
+from purelora.training import plan_report, planning
 from tests.support import families, tiny
 from tests.support.expert_adapters import EXPERTS, lora_masked
 
@@ -89,7 +89,7 @@ def test_experts_by_name_by_parameter_and_by_layer():
     with pytest.raises(errors.ConfigError, match=r"target_modules = \(\): is empty"):
         settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
         empty = dataclasses.replace(settings.lora, target_modules=())
-        raise errors.ConfigError.of(schema.check(dataclasses.replace(settings, lora=empty)))
+        raise errors.ConfigError.of(checks.check(dataclasses.replace(settings, lora=empty)))
 
 
 def test_shapes_axes_draws_and_counts():
@@ -176,8 +176,8 @@ def described(quant: schema.QuantConfig, **changes) -> str:
     settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     lora_settings = dataclasses.replace(settings.lora, **changes)
     settings = dataclasses.replace(settings, quant=quant, lora=lora_settings)
-    made = plans.make(settings, tiny.hf_config("mixtral"), "config.json", jax.devices()[:1])
-    return f"{made.describe_targets()}\n{made.describe_base()}"
+    made = planning.make_plan(settings, tiny.hf_config("mixtral"), "config.json", jax.devices()[:1])
+    return f"{plan_report.describe_targets(made)}\n{plan_report.describe_base(made)}"
 
 
 NO_QUANT = schema.QuantConfig("none", None, ())

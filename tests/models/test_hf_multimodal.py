@@ -16,8 +16,7 @@ from purelora.interop import builtin
 from purelora.interop.peft import convert
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
-from purelora.training import plan as plans
-from purelora.training import setup
+from purelora.training import beginning, planning
 from tests.support import loaded_models, model_files, tiny
 
 VISION = {"model.vision_tower.layers.0.self_attn.k_proj.weight": (4, 3),
@@ -104,8 +103,8 @@ def test_what_is_left_out_is_said(tmp_path):
     said = []
     settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     opened = builtin.open_model(str(tmp_path / "base"))
-    made = plans.make(settings, opened.source.config, "config.json", jax.devices()[:1])
-    setup.load_weights(opened, made, said.append, None)
+    made = planning.make_plan(settings, opened.source.config, "config.json", jax.devices()[:1])
+    beginning.load_weights(opened, made, said.append, None)
     assert said[0].startswith("left out: 2 tensors that the text model does not use (model.")
 
 

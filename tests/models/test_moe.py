@@ -18,7 +18,8 @@ from purelora.core.batch import Batch
 from purelora.models import layers, moe, params
 from purelora.ops import grouped_matmul, quant
 from purelora.sharding import parallel
-from purelora.training import plan as plans
+from purelora.training import planning
+from purelora.training.plan import Plan
 from tests.support import plain, tiny
 from tests.support.tiny import Case
 
@@ -318,10 +319,10 @@ def test_balance_is_least_when_all_experts_are_used_alike():
 # ---- planning ----------------------------------------------------------------------------------
 
 
-def planned(family: str, **options) -> plans.Plan:
+def planned(family: str, **options) -> Plan:
     flags = [f"--config.{name}={value}" for name, value in ({"batch_size": 16} | options).items()]
     settings = command_line.parse([TINY, "--config.workdir=runs/x", *flags], flags=()).config
-    return plans.make(settings, tiny.hf_config(family), "config.json", jax.devices())
+    return planning.make_plan(settings, tiny.hf_config(family), "config.json", jax.devices())
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 
 from configs import tiny as tiny_config
 from purelora.analysis import hlo
-from purelora.config import schema
+from purelora.config import from_dict
 from purelora.core import errors
 from purelora.sharding import rules
-from purelora.training import plan as plans
+from purelora.training import plan_report, planning
+from purelora.training.plan import Plan
 from tests.support import compiled_steps, plain_step, tiny
 from tests.support.tiny import Case
 
@@ -132,15 +133,15 @@ def test_what_was_gathered_can_be_kept():
 
 def _plan(
     rules: tuple[str, ...], skip: tuple[str, ...] = ("embed_tokens",), **overrides: str
-) -> plans.Plan:
+) -> Plan:
     """Of an int8 base, but for what `skip` names."""
     raw = tiny_config.get_config().to_dict()
     raw["quant"] |= {"skip": skip}
     raw["batch_size"], raw["mesh"] = 8, raw["mesh"] | {"tensor": 2, "rules": rules}
     raw["mesh"]["overrides"] = overrides
-    settings = schema.parse(raw)
+    settings = from_dict.parse(raw)
     model = tiny.hf_config(vocab_size=2**14, hidden_size=64)
-    return plans.make(settings, model, "config.json", jax.devices())
+    return planning.make_plan(settings, model, "config.json", jax.devices())
 
 
 def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
@@ -152,10 +153,10 @@ def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
     _plan((*rest, "vocab:fsdp"))
     asked = _plan(rest, embed_tokens="vocab:none")
     assert "embed_tokens.weight" in {
-        row.path for row in plans.array_rows(asked) if row.is_replicated
+        row.path for row in plan_report.array_rows(asked) if row.is_replicated
     }
     whole = "98.4% on every one alike"
-    assert whole in plans.table(asked), plans.table(asked)
+    assert whole in plan_report.table(asked), plan_report.table(asked)
 
 
 def test_an_override_asks_for_a_whole_quantised_weight_too():

@@ -6,7 +6,6 @@ Arguments: a folder of models and the folder of a finished run, which also takes
 import json
 import pathlib
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from purelora.formats import source as sources
 from purelora.models import causal_lm
 from purelora.multihost import runtime
 from purelora.sharding import host_arrays, specs
-from purelora.training import setup
+from purelora.training import feed
 from purelora.weights import hf_folder
 from purelora.weights import load as weights_load
 from tests.support import expert_files, tiny
@@ -93,10 +92,10 @@ def check_rows(mesh: Mesh) -> None:
     some = batches.Batches(rows, [[i] for i in range(32)], 32, 2, 6, seed=0, shuffle=True)
     wanted = some.batch(0)
     rows.numbers.clear()
-    like_run = types.SimpleNamespace(_batch_sharding=NamedSharding(mesh, specs.BATCH_SPEC))
-    own = setup.Run.batch(like_run, some, 0)
+    sharding = NamedSharding(mesh, specs.BATCH_SPEC)
+    some.batch(0, host_arrays.own_indices(sharding, some.shape, dim=1))
     SHARE["rows"] = sorted(rows.numbers)
-    for array, all_rows in zip(setup.Run.place(like_run, own), wanted, strict=True):
+    for array, all_rows in zip(feed.first(some, mesh), wanted, strict=True):
         assert array.shape == all_rows.shape and same(array, all_rows)
 
 

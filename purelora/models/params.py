@@ -2,7 +2,7 @@
 
 `bind` is called at the start of a forward pass, inside the differentiated function. What it returns
 is a pytree: `lax.scan` over it slices every array of a stack and leaves the static fields alone,
-and indexing it by `layer` does the same for one layer.
+and `layer_axis.layer_of` does the same for one layer.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora.core import param_info, trees
+from purelora.core import layer_axis, param_info, trees
 from purelora.lora import adapters, targets
 from purelora.ops import quant
 from purelora.sharding import parallel as parallel_lib
@@ -148,11 +148,6 @@ def _adapter(
     return spread | {"scaling": jnp.asarray(scaling)}
 
 
-def layer(stack: Any, index: int) -> Any:
-    """One layer of a stack of bound modules, or of any arrays that lead with a layer axis."""
-    return jax.tree.map(lambda array: array[index], stack)
-
-
 def split_weights(stack: trees.Tree) -> tuple[dict[str, quant.Weight], trees.Tree]:
     """Takes the frozen weights out of a stack of bound modules.
 
@@ -177,8 +172,6 @@ def with_weights(
     """
     flat = trees.flatten(modules)
     for path, stack in frozen.items():
-        weight = jax.tree.map(
-            lambda array: jax.lax.dynamic_index_in_dim(array, position, keepdims=False), stack
-        )
+        weight = layer_axis.layer_of(stack, position)
         flat[path] = dataclasses.replace(flat[path], weight=weight)
     return trees.unflatten(flat)

@@ -17,14 +17,13 @@ import pytest
 import tokenizers
 
 from purelora.commands import estimate, export, generate, merge
-from purelora.core import errors, trees
+from purelora.core import errors, layer_axis, trees
 from purelora.formats import array_store, source
 from purelora.interop import builtin, open_model
 from purelora.interop.maxtext import folder as maxtext_folder
 from purelora.interop.maxtext import read as maxtext_read
 from purelora.interop.peft import convert
 from purelora.models import causal_lm
-from purelora.sharding import layer_axis
 from tests.commands import test_train as test_train
 from tests.support import tiny
 

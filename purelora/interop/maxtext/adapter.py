@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from purelora.core import errors
+from purelora.core import errors, layer_axis
 from purelora.formats import array_store
 from purelora.interop.maxtext import folder as maxtext_folder
 from purelora.interop.maxtext import names as maxtext_names
@@ -138,7 +138,9 @@ class _Arrays:
         if layer.number is None:
             return self.store.read(self.names[path], tuple(box))
         box[axis] = slice(layer.number, layer.number + 1)
-        return self.store.read(self.names[path], tuple(box)).squeeze(axis)
+        read = self.store.read(self.names[path], tuple(box))
+        one: np.ndarray = layer_axis.layer_of(read, 0, axis)
+        return one
 
 
 def _settings(

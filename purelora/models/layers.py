@@ -23,7 +23,7 @@ from purelora.core import param_info, trees
 from purelora.lora import adapters
 from purelora.models import params
 from purelora.models import rope as ropes
-from purelora.ops import quant
+from purelora.ops import quant, quant_matmul
 
 
 @functools.partial(
@@ -76,7 +76,7 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
     y = _base_product(x, module, out_dtype)
     if module.token_rows is not None:
         # Rows of the table are outputs of the head.
-        rows = quant.dot(x, module.token_rows, -1, y.dtype)
+        rows = quant_matmul.dot(x, module.token_rows, -1, y.dtype)
         columns, _ = _own_rows(jnp.asarray(module.token_ids), module, y.shape[-1])
         y = y.at[..., columns].set(rows, mode="drop")
     if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
@@ -93,8 +93,8 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
 def _base_product(x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
     assert module.contracting is not None, module.name
     if module.frozen:
-        return quant.frozen_dot(x, *module.frozen_operand, module.contracting, out_dtype)
-    return quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
+        return quant_matmul.frozen_dot(x, *module.frozen_operand, module.contracting, out_dtype)
+    return quant_matmul.dot(x, module.gather(module.weight), module.contracting, out_dtype)
 
 
 def _dora(

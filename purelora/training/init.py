@@ -17,7 +17,7 @@ from purelora.lora import adapters as lora
 from purelora.lora import targets
 from purelora.ops import quant
 from purelora.sharding import host_arrays, specs
-from purelora.training import plan as plans
+from purelora.training.plan import Plan
 
 
 class Start(NamedTuple):
@@ -28,7 +28,7 @@ class Start(NamedTuple):
 
 
 def start_of(
-    run: plans.Plan,
+    run: Plan,
     loaded: trees.Tree,
     *,
     initial: trees.Tree,
@@ -56,21 +56,13 @@ def start_of(
     return Start(trees.unflatten(base), host_arrays.place(trees.unflatten(in_order), placed))
 
 
-def to_be_restored(run: plans.Plan, loaded: trees.Tree) -> Start:
-    """The leaves of a run that is continued: what is trained will come from its checkpoint."""
-    if not run.config.lora.enabled:
-        return Start({}, loaded)
+def without_full(run: Plan, loaded: trees.Tree) -> trees.Tree:
+    """The weights as read, without those that are trained whole."""
     full = run.model.adaptation.full
-    base = {path: leaf for path, leaf in trees.flatten(loaded).items() if path not in full}
-    placed = specs.shardings(run.trainable_specs, run.mesh)
-
-    def zeros() -> trees.Tree:
-        return jax.tree.map(lambda i: jnp.zeros(i.shape, jnp.dtype(i.dtype)), run.trainable_infos)
-
-    return Start(trees.unflatten(base), jax.jit(zeros, out_shardings=placed)())
+    return trees.unflatten({p: leaf for p, leaf in trees.flatten(loaded).items() if p not in full})
 
 
-def _fresh(run: plans.Plan) -> dict[str, jax.Array]:
+def _fresh(run: Plan) -> dict[str, jax.Array]:
     """Adapters from random numbers; magnitudes are not among them yet."""
     adapted, init = run.model.adaptation.targets, run.config.lora.init_lora_weights
     infos = lora.adapter_infos(run.model.modules, adapted, init=init)
@@ -78,7 +70,7 @@ def _fresh(run: plans.Plan) -> dict[str, jax.Array]:
     return trees.flatten(jax.jit(lambda key: make(key=key))(jax.random.key(run.config.seed)))
 
 
-def _magnitudes(run: plans.Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _magnitudes(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
     """DoRA's magnitudes: the norms of the weights, since `lora_b` is zero."""
     found: dict[str, jax.Array] = {}
     for path, target in run.model.adaptation.targets.items():
@@ -103,7 +95,7 @@ def _norms(weight: quant.Weight, contracting: int, is_stacked: bool) -> jax.Arra
     return jax.lax.map(one, weight) if is_stacked else one(weight)
 
 
-def _token_rows(run: plans.Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _token_rows(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
     ids = run.model.adaptation.token_ids
     if not ids:
         return {}

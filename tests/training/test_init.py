@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import shutil
-from typing import Any
 
 import chex
 import jax
@@ -14,15 +13,10 @@ from purelora.checkpoint import store
 from purelora.commands import export
 from purelora.core import errors
 from purelora.interop.peft import files as peft_files
-from tests.commands import test_train as test_train
+from purelora.training import adapter_export
 from tests.support import tiny
+from tests.support.runs import bits, records, run, saved_state
 
-run, records, built, saved_state = (
-    test_train.run,
-    test_train.records,
-    test_train.built,
-    test_train.saved_state,
-)
 FEATURES = {
     "pissa": (
         "--config.lora.init_lora_weights=pissa",
@@ -66,11 +60,6 @@ def _one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "devices", lambda *_: one)
 
 
-def bits(leaf: Any) -> np.ndarray:
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
 # What is made of the weights is resumed alike in all three ways of making it.
 SLOW = "olora", "loftq"
 
@@ -107,7 +96,7 @@ def test_export_is_checked(tmp_path: pathlib.Path, name: str, capsys):
     peft_files.write(str(tmp_path / "out"), dataclasses.replace(read, modules=broken))
     found = store.find(tmp_path / "run")
     with pytest.raises(errors.ModelError, match="does not compute what the run does"):
-        export.check(export.Options(str(tmp_path / "run"), ""), *found, str(tmp_path / "out"))
+        adapter_export.check(str(tmp_path / "run"), *found, str(tmp_path / "out"))
 
 
 def test_loftq_of_what_is_not_quantised_is_refused(tmp_path: pathlib.Path):

@@ -412,14 +412,14 @@ def _dtype_problems(where: str, modules: Modules) -> Iterator[errors.Problem]:
                 yield errors.Problem(f"{where}: {module} {kind}", str(array.dtype), what, "")
 
 
-def _specs(modules: Modules) -> Iterator[tuple[str, safetensors_file.Spec]]:
+def _specs(modules: Modules) -> Iterator[tuple[str, safetensors_file.LazyTensor]]:
     """The tensors by PEFT's keys."""
     for module, kinds in modules.items():
         adapted = peft_checks.is_adapted(kinds)
         for kind, array in kinds.items():
             # PEFT wraps an adapted module, so the bias of the module itself lies a level deeper.
             level = "base_layer." if kind == "bias" and adapted else ""
-            yield f"{_PREFIX}{module}.{level}{KINDS[kind]}", safetensors_file.spec_of(array)
+            yield f"{_PREFIX}{module}.{level}{KINDS[kind]}", safetensors_file.LazyTensor.of(array)
 
 
 # ---- names of another wrapping -----------------------------------------------------------------

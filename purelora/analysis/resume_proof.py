@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from purelora.analysis import fault_injection
-from purelora.checkpoint import manifest, store
+from purelora.checkpoint import manifest, orbax_files, step_folders, store
 from purelora.config import schema
 from purelora.core import errors
 from purelora.training import log
@@ -117,7 +117,7 @@ class ResumeProof:
         if step != last:
             return [f"the last checkpoint is of step {last} instead of {step}"]
         problems = []
-        for item in ("state", *store.EXTRAS):
+        for item in ("state", *orbax_files.EXTRAS):
             if (self._unbroken / "checkpoints" / str(step) / item).exists():
                 leaves = unbroken.leaves(step, item)
                 problems += differences(leaves, broken.leaves(step, item))
@@ -191,7 +191,7 @@ def _records(workdir: pathlib.Path) -> list[_Record]:
     ]
 
 
-def _newest(workdir: pathlib.Path) -> store.Newest:
+def _newest(workdir: pathlib.Path) -> step_folders.Newest:
     return store.to_read(workdir / "checkpoints").newest_whole()
 
 

@@ -141,16 +141,29 @@ def base_again(
     return Base(base, split.tree() if split else {}, loaded.fingerprint)
 
 
+def to_nnx(plan: Plan, base: trees.Tree, trainable: trees.Tree) -> nnx_boundary.LanguageModel:
+    """The model of a plan as an `nnx.Module`: called with tokens `[B, T]` it gives logits.
+
+    Its adapters are `nnx.LoRAParam`s and all other leaves `nnx.Param`s, with the mesh axes of each
+    as `out_sharding` metadata. The arrays are the given ones, on their devices.
+
+    Args:
+      plan: the run.
+      base: the frozen leaves; empty if all weights are trained.
+      trainable: the trained leaves.
+    """
+    weights, adapters = (base, trainable) if plan.config.lora.enabled else (trainable, {})
+    all_specs = trees.combine(plan.base_specs, plan.trainable_specs)
+    return nnx_boundary.wrap(weights, adapters, all_specs, plan.model.logits)
+
+
 def through_boundary(
     plan: Plan, base: trees.Tree, trainable: trees.Tree
 ) -> tuple[trees.Tree, trees.Tree]:
     """Base and trained leaves into the NNX module, and out of it: the same two trees."""
-    lora = plan.config.lora
-    weights, adapters = (base, trainable) if lora.enabled else (trainable, {})
-    all_specs = trees.combine(plan.base_specs, plan.trainable_specs)
-    module = nnx_boundary.wrap(weights, adapters, all_specs, plan.model.logits)
-    chosen = nnx_boundary.trainable_filter(lora.enabled, plan.model.adaptation.full)
-    split = nnx_boundary.split(module, chosen)
+    full = plan.model.adaptation.full
+    chosen = nnx_boundary.trainable_filter(plan.config.lora.enabled, full)
+    split = nnx_boundary.split(to_nnx(plan, base, trainable), chosen)
     return split.base, split.trainable
 
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -240,32 +241,32 @@ def test_a_faster_start_shortens_the_time_to_kill_in():
     assert all(m.phase.name == "start" and m.delay_secs <= 1 for m in drawn)
 
 
-TALKING = """
-import time
-for line in ("base: x", "start at step 0: 2 steps", "step 1/2 | x", "save at step 1: x",
-             "step 2/2 | x", "save at step 2: x"):
-    print(line, flush=True)
-    time.sleep(0.3)
-time.sleep(30)
-"""
+LINES = ("base: x", "start at step 0: 2 steps", "step 1/2 | x", "save at step 1: x",
+         "step 2/2 | x", "save at step 2: x")  # fmt: skip
+# Says its arguments, a line each, and then nothing more until it is killed.
+TALKS = "import signal, sys; print(*sys.argv[1:], sep='\\n', flush=True); signal.pause()"
 
 
-@pytest.mark.parametrize("phase", [("start", 0), ("compile", 0), ("step", 2), ("save", 1)])
-def test_a_child_is_killed_in_the_phase_that_was_drawn(phase):
-    child = fault_injection.Child([sys.executable, "-c", TALKING], lambda step, is_last: False)
-    with child:
+def talking(lines: Sequence[str]) -> fault_injection.Child:
+    return fault_injection.Child([sys.executable, "-c", TALKS, *lines], lambda step, is_last: False)
+
+
+@pytest.mark.parametrize(
+    ("phase", "lines"),
+    [(("start", 0), 0), (("compile", 0), 1), (("step", 2), 4), (("save", 1), 3)],
+)
+def test_a_child_is_killed_in_the_phase_that_was_drawn(phase, lines):
+    """It comes no further than into that phase, so that it does not matter who is faster."""
+    with talking(LINES[:lines]) as child:
         moment = fault_injection.Moment(fault_injection.Phase(*phase), 0.0)
         assert child.run(moment, last_save=2) is None
     assert child.marks[-1].phase == fault_injection.Phase(*phase)
 
 
 def test_a_child_is_killed_at_its_last_save_at_the_latest():
-    child = fault_injection.Child([sys.executable, "-c", TALKING], lambda step, is_last: False)
-    with child:
-        assert (
-            child.run(fault_injection.Moment(fault_injection.Phase("eval", 2), 0.0), last_save=2)
-            is None
-        )
+    with talking(LINES) as child:
+        moment = fault_injection.Moment(fault_injection.Phase("eval", 2), 0.0)
+        assert child.run(moment, last_save=2) is None
     assert child.marks[-1].phase == fault_injection.Phase("save", 2)
 
 

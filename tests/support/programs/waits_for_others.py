@@ -3,5 +3,5 @@
 from purelora.commands import entry
 from purelora.multihost import meeting, runtime
 
-meeting._MEET_SECS, meeting._SILENT_SECS = 2, 0.5
+meeting._MEET_SECS, meeting._SILENT_SECS = 6, 0.1
 entry.run_command(lambda argv: runtime.initialise(entry.processes(argv)[0]), "")

@@ -89,6 +89,8 @@ def get_config() -> config_dict.ConfigDict:
     c.lora = config_dict.ConfigDict()
     # Train adapters on a frozen base (True), or all weights (False).
     c.lora.enabled = True
+    # Which method, by PEFT's name in small letters: lora, ia3 (without r and alpha) or loha.
+    c.lora.peft_type = "lora"
     # Rank of the adapters; their output is scaled by lora_alpha / r.
     c.lora.r = 16
     c.lora.lora_alpha = 32.0

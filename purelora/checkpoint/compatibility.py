@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from purelora.config import schema
 from purelora.core import errors
 
 _FINGERPRINTS = {
@@ -44,7 +45,9 @@ def leaf_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterat
 def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """All that is compared, in the form that JSON gives it back."""
     prints = {name: meta[name] for name in _FINGERPRINTS if name in meta}
-    settings: dict[str, Any] = json.loads(json.dumps({**meta["config"], **prints}))
+    settings: dict[str, Any] = json.loads(
+        json.dumps({**schema.LATER_KEYS, **meta["config"], **prints})
+    )
     return settings
 
 

@@ -30,8 +30,9 @@ from purelora.core.batch import Inputs
 from purelora.formats import atomic_output as output
 from purelora.formats import source
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import adapter_sources, algebra, artefact, attach
 from purelora.interop.peft import files as peft_files
+from purelora.lora import targets
 from purelora.models import causal_lm
 from purelora.training import run_folder, setup
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     output.check_free(options.output)
     checkpoints, step = store.find(pathlib.Path(options.run))
     meta = checkpoints.meta(step)
-    adapter = convert.of_checkpoint(checkpoints, step, where=f"{options.run} (step {step})")
+    adapter = adapter_sources.of_checkpoint(checkpoints, step, where=f"{options.run} (step {step})")
     if options.model is not None:
         _check_model(options.model, options.hf_folder, adapter)
         changed = dataclasses.replace(adapter.config, base_model_name_or_path=options.model)
@@ -74,12 +75,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_model(path: str, hf_folder: str | None, adapter: peft_files.Adapter) -> None:
+def _check_model(path: str, hf_folder: str | None, adapter: artefact.Adapter) -> None:
     """Raises ModelError unless the base at `path` is the one that the adapter was trained on."""
     opened = open_model.open_model(path, hf_folder=hf_folder)
     model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
     layout = model.layout_of(opened.source.shapes())
-    convert.check_base(adapter, source.identify(opened.source, layout.shapes))
+    attach.check_base(adapter, source.identify(opened.source, layout.shapes))
 
 
 def check(options: Options, checkpoints: store.Checkpoints, step: int, folder: str) -> str:
@@ -117,7 +118,7 @@ def _logit_difference(
     beginning = setup.begin_again(checkpoints, step, model, plan, _quiet)
     base, tokens = beginning.start.base, _tokens(model)
     wanted = _logits(plan.model, trees.unflatten(checkpoints.trained(step)), base, tokens)
-    attached = convert.attach(
+    attached = attach.attach(
         peft_files.read(folder), plan.model, base_fingerprint=beginning.fingerprint
     )
     found = _logits(attached.model, attached.trainable, base, tokens)
@@ -169,9 +170,8 @@ def _tokens(model: builtin.Model) -> jax.Array:
 def _logits(
     model: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree, tokens: jax.Array
 ) -> np.ndarray:
-    full = model.adaptation.full
-    kept = {path: leaf for path, leaf in trees.flatten(base).items() if path not in full}
+    frozen = targets.split_trained(trees.flatten(base), model.adaptation).frozen
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     inputs = Inputs(tokens, positions, jnp.ones_like(tokens))
     run = jax.jit(lambda t, b: model.logits(t, b, inputs))
-    return np.asarray(run(trainable, trees.unflatten(kept)))
+    return np.asarray(run(trainable, trees.unflatten(frozen)))

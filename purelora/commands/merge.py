@@ -48,7 +48,7 @@ from purelora.interop.gguf import read as gguf_read
 from purelora.interop.gguf import tokenizer as gguf_tokenizer
 from purelora.interop.gguf import write as gguf_write
 from purelora.interop.maxtext import read as maxtext_read
-from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import adapter_sources, algebra, artefact, attach
 from purelora.interop.peft import files as peft_files
 from purelora.lora import targets
 from purelora.models import causal_lm, hf_layout, hf_multimodal
@@ -152,7 +152,7 @@ class Survival(NamedTuple):
 
 # part of a tensor, base's values -> base's values as training saw them
 Base = Callable[[hf_layout.Part, np.ndarray], np.ndarray]
-Weighted = tuple[peft_files.Adapter, float]
+Weighted = tuple[artefact.Adapter, float]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     base = _dequantised(options, model) if options.onto == "dequantised" else _as_is
     placed: list[Weighted] = []
     for adapter, weight in zip(adapters, weights, strict=True):
-        attached = convert.attach(adapter, model, base_fingerprint=None)
+        attached = attach.attach(adapter, model, base_fingerprint=None)
         for note in attached.notes:
             print(f"{adapter.path}: {note}", flush=True)
         check_copies(opened.source, attached)
@@ -193,34 +193,34 @@ def _checked(options: Options) -> list[float]:
     return weights
 
 
-def _opened(options: Options) -> tuple[builtin.Model, list[peft_files.Adapter]]:
+def _opened(options: Options) -> tuple[builtin.Model, list[artefact.Adapter]]:
     """Opens the base and the adapters; without `--model` the first adapter names the base."""
     path = _base_path(options.adapter[0]) if options.model is None else options.model
     opened = open_model.open_model(path, hf_folder=options.hf_folder)
     # Only the base says how the experts lie in an adapter of PEFT's.
     base = opened.source.config
-    return opened, [convert.open_adapter(adapter, base) for adapter in options.adapter]
+    return opened, [adapter_sources.open_adapter(adapter, base) for adapter in options.adapter]
 
 
 def _base_path(adapter: str) -> str:
-    path = convert.open_adapter(adapter).config.base_model_name_or_path
+    path = adapter_sources.open_adapter(adapter).config.base_model_name_or_path
     if path is None:
         raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
     return path
 
 
-def check_copies(base: source.Source, attached: convert.Attached) -> None:
+def check_copies(base: source.Source, attached: attach.Attached) -> None:
     """Raises ModelError if an adapter holds copies of the base's weights that differ from them."""
     own, layout = {}, attached.model.layout_of(base.shapes())
     for path in attached.base_weights:
         part = layout.parts[path][0]
         values = base.read(part.tensor).array.astype(np.float32)
         own[path] = jnp.asarray(values.T if part.is_transposed else values)
-    convert.check_copies(attached, trees.unflatten(own))
+    attach.check_copies(attached, trees.unflatten(own))
 
 
 def check_fingerprints(
-    base: source.Source, model: causal_lm.CausalLM, adapters: Sequence[peft_files.Adapter]
+    base: source.Source, model: causal_lm.CausalLM, adapters: Sequence[artefact.Adapter]
 ) -> None:
     """Raises ModelError if an adapter says that it was trained on another base.
 
@@ -230,7 +230,7 @@ def check_fingerprints(
     if stated:
         fingerprint = source.identify(base, model.layout_of(base.shapes()).shapes)
         for adapter in stated:
-            convert.check_base(adapter, fingerprint)
+            attach.check_base(adapter, fingerprint)
 
 
 class Form(NamedTuple):

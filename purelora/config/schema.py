@@ -39,6 +39,7 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
     enabled: bool
+    peft_type: str
     r: int
     lora_alpha: float
     lora_dropout: float
@@ -752,7 +753,7 @@ def from_flat(flat: Mapping[str, Any]) -> Config:
       ConfigError: a key is missing, or one is not of this version.
     """
     nested: dict[str, Any] = {}
-    for key, value in flat.items():
+    for key, value in {**LATER_KEYS, **flat}.items():
         if " " in key:  # A fact beside the settings ("config.json: hidden_size").
             continue
         *sections, name = key.split(".")
@@ -762,6 +763,9 @@ def from_flat(flat: Mapping[str, Any]) -> Config:
         node[name] = value
     return parse(nested)
 
+
+# Keys that older checkpoints lack, with the value that stands for what was done then.
+LATER_KEYS: Mapping[str, Any] = {"lora.peft_type": "lora"}
 
 # Settings that may differ between a run and its continuation.
 RESUMABLE: Sequence[str] = (

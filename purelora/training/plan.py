@@ -19,7 +19,7 @@ from purelora.config import schema as config
 from purelora.core import errors, trees
 from purelora.core import param_info as info
 from purelora.lora import adapters as lora
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 from purelora.models import causal_lm, moe
 from purelora.ops import quant
 from purelora.sharding import collectives, parallel, specs
@@ -72,13 +72,12 @@ class Plan:
     @property
     def loaded(self) -> tuple[trees.Tree, trees.Tree]:
         """Declarations and specs of everything that is read: the base and what is trained whole."""
-        full = self.model.adaptation.full
         if not self.config.lora.enabled:
             return self.trainable_infos, self.trainable_specs
 
         def with_full(base: trees.Tree, trained: trees.Tree) -> trees.Tree:
-            flat = trees.flatten(trained)
-            return trees.combine(base, trees.unflatten({path: flat[path] for path in full}))
+            flat, adaptation = trees.flatten(trained), self.model.adaptation
+            return trees.combine(base, targets.split_trained(flat, adaptation).trained)
 
         infos = with_full(self.base_infos, self.trainable_infos)
         return infos, with_full(self.base_specs, self.trainable_specs)
@@ -389,7 +388,7 @@ def array_rows(plan: Plan) -> list[ArrayRow]:
         for path, leaf in trees.flatten(tree).items():
             for suffix, one, spec in _arrays(leaf, flat_specs[path]):
                 sizes = trees.leaf_bytes(one.abstract), device_bytes(one, spec, plan.mesh)
-                is_adapter = plan.config.lora.enabled and lora.is_adapter(path)
+                is_adapter = plan.config.lora.enabled and kinds.is_adapter(path)
                 names = path, path + suffix
                 rows.append(ArrayRow(*names, one, spec, is_trained, is_adapter, *sizes))
     return rows

@@ -22,8 +22,7 @@ from purelora.data import batches as data_batches
 from purelora.data import load as data_load
 from purelora.formats import source as sources
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import convert
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import adapter_sources, artefact, attach, record
 from purelora.lora import weight_init
 from purelora.models import causal_lm
 from purelora.multihost import runtime
@@ -233,8 +232,8 @@ def begin_fresh(model: builtin.Model, plan: plans.Plan, say: Say) -> Beginning:
     loaded = load_weights(model, plan, say, split)
     adapters = None
     if warm is not None:
-        convert.check_base(warm.adapter, loaded.fingerprint)
-        convert.check_copies(warm.attached, loaded.tree)
+        attach.check_base(warm.adapter, loaded.fingerprint)
+        attach.check_copies(warm.attached, loaded.tree)
         notes = "".join(f"; {note}" for note in warm.attached.notes)
         say(f"adapters from {plan.config.init_adapter}{notes}")
         adapters = warm.attached.trainable
@@ -269,8 +268,8 @@ def begin_again(
 
 
 class _Warm(NamedTuple):
-    adapter: peft_files.Adapter
-    attached: convert.Attached
+    adapter: artefact.Adapter
+    attached: attach.Attached
 
 
 def _open_warm(plan: plans.Plan, base: Mapping[str, Any]) -> _Warm | None:
@@ -281,9 +280,9 @@ def _open_warm(plan: plans.Plan, base: Mapping[str, Any]) -> _Warm | None:
     path = plan.config.init_adapter
     if path is None:
         return None
-    adapter = convert.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
-    attached = convert.attach(adapter, plan.model, base_fingerprint=None)
-    problems = convert.differences(attached.model.adaptation, plan.model.adaptation, path)
+    adapter = adapter_sources.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
+    attached = attach.attach(adapter, plan.model, base_fingerprint=None)
+    problems = attach.differences(attached.model.adaptation, plan.model.adaptation, path)
     if problems:
         what = f"does not fit lora.* of this run: {len(problems)} differences"
         head = errors.Problem("init_adapter", path, what, "set lora.* to what it was trained with")
@@ -393,7 +392,7 @@ def _meta(
     settings = schema.as_flat(plan.config) | resolved | sizes | ranks
     lora = plan.config.lora
     path = plan.config.model.path
-    adaptation = convert.record(plan.model, lora, path) if lora.enabled else None
+    adaptation = record.of_model(plan.model, lora, path).to_json() if lora.enabled else None
     return {
         "config": settings,
         "base_fingerprint": base_fingerprint,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from purelora.core import errors, trees
-from purelora.interop.peft import adapter_config, convert
+from purelora.interop.peft import adapter_config, adapter_sources, artefact, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.lora import adapters
 from purelora.models import causal_lm
@@ -38,13 +38,27 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "all biases": {"target_modules": ("q_proj", "down_proj"), "bias": "all"},
     "own biases": {"target_modules": ("q_proj",), "bias": "lora_only"},
+    "ia3": {"peft_type": "ia3", "target_modules": ("k_proj", "v_proj", "down_proj")},
+    "ia3 in some layers": {
+        "peft_type": "ia3",
+        "target_modules": r".*layers\.[02]\..*(q|down)_proj",
+        "modules_to_save": ("norm",),
+    },
+    "loha": {"peft_type": "loha", "target_modules": ("q_proj", "down_proj", "lm_head")},
+    "loha of several ranks": {
+        "peft_type": "loha",
+        "target_modules": ("k_proj", "up_proj"),
+        "layers_to_transform": (0, 2),
+        "rank_pattern": {r"layers\.2\.mlp\.up_proj": 7},
+        "alpha_pattern": {"k_proj": 3.0},
+    },
 }
 UNTIED = {
     "saved head": {"target_modules": ("v_proj",), "modules_to_save": ("lm_head",)},
     "saved table": {"target_modules": ("v_proj",), "modules_to_save": ("embed_tokens",)},
 }
 # Those where a tied head makes a difference come with one too.
-TIED = ("plain", "dora", "head", "embedding", "tokens", "tokens and head", "saved table")
+TIED = ("plain", "dora", "loha", "head", "embedding", "tokens", "tokens and head", "saved table")
 CASES = [(name, False) for name in FEATURES | UNTIED] + [(name, True) for name in TIED]
 
 
@@ -69,11 +83,14 @@ def trained(m: causal_lm.CausalLM, base: trees.Tree) -> dict[str, np.ndarray]:
         found[path] = noise + np.asarray(flat_base.get(path, np.float32(0)))
         if path.endswith("lora_magnitude"):
             found[path] = np.abs(noise) + 1
-    for path, target in m.adaptation.targets.items():  # The padding of ranks is zero.
-        if len(set(target.ranks)) > 1:
-            mask = adapters.rank_mask(target)
-            found[f"{path}.lora_a"] *= mask[:, None, :]
-            found[f"{path}.lora_b"] *= mask[:, :, None]
+    for path, info in infos.items():  # The padding of ranks is zero.
+        if "rank" in info.axes:
+            target, shape = m.adaptation.targets[path.parent], [1] * len(info.shape)
+            shape[0], shape[info.axes.index("rank")] = (
+                info.shape[0] if target.layers else 1,
+                target.r,
+            )
+            found[path] *= adapters.rank_mask(target).reshape(shape)
     return found
 
 
@@ -84,8 +101,8 @@ def made(name: str, tied: bool):
     m = plain.adapted(settings)
     base = tiny.weights(plain)
     leaves = trained(m, base)
-    known = convert.record(m, settings, "tiny")
-    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
+    known = record.of_model(m, settings, "tiny")
+    adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
     return m, base, leaves, adapter
 
 
@@ -100,8 +117,8 @@ def logits(m: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np
 def test_round_trip_through_a_peft_folder_is_bit_equal(tmp_path: pathlib.Path, name, tied):
     m, _, leaves, adapter = made(name, tied)
     peft_files.write(str(tmp_path / "adapter"), adapter)
-    read = convert.open_adapter(str(tmp_path / "adapter"))
-    back = convert.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
+    read = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    back = attach.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
     assert back.model.adaptation == m.adaptation
     found = trees.flatten(back.trainable)
     assert found.keys() == leaves.keys()
@@ -146,8 +163,8 @@ def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.2 * noise.to(parameter))
     made_by_peft.save_pretrained(str(tmp_path / "adapter"))
-    adapter = convert.open_adapter(str(tmp_path / "adapter"))
-    found = convert.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
+    adapter = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    found = attach.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
     got = logits(found.model, found.trainable, base)
     np.testing.assert_allclose(got, torch_logits(made_by_peft), rtol=0, atol=1e-4)
 
@@ -178,9 +195,9 @@ def test_gradients_are_those_of_peft(tmp_path: pathlib.Path, name, tied):
         return jnp.sum(logits * target)
 
     grads = trees.flatten(jax.jit(jax.grad(total))(trees.unflatten(leaves)))
-    known = convert.record(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
+    known = record.of_model(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
     host = {path: np.array(grad) for path, grad in grads.items()}
-    ours = convert.unrolled(host, known, path="", base_fingerprint=None).modules
+    ours = unroll.unrolled(host, known, path="", base_fingerprint=None).modules
     scale = max(np.abs(grad).max() for grad in theirs.values())
     for key, grad in theirs.items():
         module, kind = _place(key)
@@ -229,7 +246,7 @@ def torch_logits(model) -> np.ndarray:
 
 def folder_of(tmp_path: pathlib.Path, config: dict[str, Any], modules: dict[str, Any]) -> str:
     settings = adapter_config.AdapterConfig(r=4, lora_alpha=8.0, **config)
-    peft_files.write(str(tmp_path / "a"), peft_files.Adapter("a", settings, modules, None))
+    peft_files.write(str(tmp_path / "a"), artefact.Adapter("a", settings, modules, None))
     return str(tmp_path / "a")
 
 
@@ -252,13 +269,13 @@ EMBEDDING_PAIR = {
             "has an adapter that lm_head shares",
         ),
         (
-            {"target_modules": ("embed_tokens",), "use_dora": True},
+            {"target_modules": ("embed_tokens",), "kind": "dora"},
             {"model.embed_tokens": EMBEDDING_PAIR
              | {"lora_magnitude_vector": np.ones(32, np.float32)}},
             "use_dora = True: does not go with adapters on the embedding",
         ),
         (
-            {"target_modules": ("lm_head",), "use_dora": True,
+            {"target_modules": ("lm_head",), "kind": "dora",
              "trainable_token_indices": {"embed_tokens": (1,)}},
             {"lm_head": pair(tiny.VOCAB, 32)
              | {"lora_magnitude_vector": np.ones(tiny.VOCAB, np.float32)},
@@ -295,9 +312,9 @@ EMBEDDING_PAIR = {
     ],
 )  # fmt: skip
 def test_what_this_model_cannot_compute_is_refused(tmp_path, config, modules, message):
-    adapter = convert.open_adapter(folder_of(tmp_path, config, modules))
+    adapter = adapter_sources.open_adapter(folder_of(tmp_path, config, modules))
     with pytest.raises(errors.ModelError, match=message):
-        convert.attach(adapter, tiny.model(), base_fingerprint=None)
+        attach.attach(adapter, tiny.model(), base_fingerprint=None)
 
 
 @pytest.mark.parametrize("name", ["plain", "norms", "rank_pattern", "dora in some layers"])
@@ -311,11 +328,11 @@ def test_a_model_of_one_layer_is_a_stack_of_one(tmp_path, name):
     settings = tiny.lora_config(**{"target_modules": ("q_proj", "v_proj", "k_proj")} | changes)
     m = plain.adapted(settings)
     leaves = trained(m, tiny.weights(plain))
-    known = convert.record(m, settings, "tiny")
-    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    known = record.of_model(m, settings, "tiny")
+    adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     assert all(array.ndim <= 2 for kinds in adapter.modules.values() for array in kinds.values())
     peft_files.write(str(tmp_path / "a"), adapter)
-    read = convert.open_adapter(str(tmp_path / "a"))
-    back = convert.attach(read, plain, base_fingerprint=None)
+    read = adapter_sources.open_adapter(str(tmp_path / "a"))
+    back = attach.attach(read, plain, base_fingerprint=None)
     for path, array in leaves.items():
         np.testing.assert_array_equal(trees.flatten(back.trainable)[path], array, err_msg=path)

@@ -151,10 +151,7 @@ def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
     if tied and "modules_to_save" in options:
         options["ensure_weight_tying"] = True
-    config = peft.LoraConfig(
-        **({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | {"target_modules": "all-linear"}
-           | options)
-    )  # fmt: skip
+    config = config_of_peft(options)
     made_by_peft = peft.get_peft_model(peft_model(base, tied), config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -205,6 +202,24 @@ def test_gradients_are_those_of_peft(tmp_path: pathlib.Path, name, tied):
     assert len(theirs) == sum(map(len, ours.values()))
 
 
+def config_of_peft(options: dict[str, Any]):
+    """PEFT's config of a feature, for the kind that it names."""
+    peft = pytest.importorskip("peft")
+    options = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | options
+    kind = options.pop("peft_type", "lora")
+    if kind == "ia3":
+        # Other modules than a run would take, which the config says and no tensor's name.
+        return peft.IA3Config(
+            **options,
+            feedforward_modules=[options["target_modules"][0]]
+            if isinstance(options["target_modules"], list)
+            else r".*\.layers\.\d\.mlp\.down_proj",
+        )
+    if kind == "loha":
+        return peft.LoHaConfig(**{"r": 4, "alpha": 8} | options)
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8} | options)
+
+
 def _place(key: str) -> tuple[str, str]:
     """Module and kind of a parameter of PEFT's model."""
     for part in (".base_layer", ".modules_to_save.default", ".token_adapter"):
@@ -213,7 +228,7 @@ def _place(key: str) -> tuple[str, str]:
     kinds = {"trainable_tokens_delta": "trainable_tokens"}
     if parts[-1] == "default":
         parts.pop()
-    if parts[-1].startswith(("lora_", "trainable_tokens")):
+    if parts[-1].startswith(("lora_", "trainable_tokens", "ia3_", "hada_")):
         return ".".join(parts[:-1]), kinds.get(parts[-1], parts[-1])
     kind = "bias" if key.endswith(".bias") else "weight"
     return ".".join(parts[:-1] if kind == "bias" else parts), kind

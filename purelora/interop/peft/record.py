@@ -199,7 +199,7 @@ def adapter_config(
         trainable_token_indices=tokens,
         ensure_weight_tying=tied,
         base_model_name_or_path=path,
-        patterns=kind.patterns_of(variants),
+        patterns=kind.patterns_of(variants, _as_list(model)),
     )
 
 

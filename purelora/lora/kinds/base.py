@@ -224,9 +224,16 @@ class Kind:
         del name, patterns
         return ""
 
-    def patterns_of(self, variants: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        """`peft_patterns` for modules of these variants, by name; the inverse of `variant`."""
-        del variants
+    def patterns_of(
+        self, variants: Mapping[str, str], entries: Sequence[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """`peft_patterns` for an adapter that is written; the inverse of `variant`.
+
+        Args:
+          variants: the variant of each module by name.
+          entries: the names and suffixes of `target_modules`.
+        """
+        del variants, entries
         return {}
 
     def declare(

@@ -4,7 +4,7 @@ Of a module `down_proj` the inputs are scaled, which are the activations inside 
 part; of all others the outputs, with the bias. PEFT names the former in `feedforward_modules`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from purelora.core import param_info
-from purelora.core.paths import Path
 from purelora.lora.kinds import base
 from purelora.lora.targets import Target, matches
 
@@ -51,9 +50,13 @@ class IA3(base.Kind):
         # PEFT compares bare endings.
         return INPUTS if name.endswith(tuple(chosen)) else ""
 
-    def patterns_of(self, variants: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        scaled = {Path(name).name for name, variant in variants.items() if variant == INPUTS}
-        return {_KEY: tuple(sorted(scaled))}
+    def patterns_of(
+        self, variants: Mapping[str, str], entries: Sequence[str]
+    ) -> dict[str, tuple[str, ...]]:
+        scaled = [name for name, variant in variants.items() if variant == INPUTS]
+        # PEFT asks for entries of target_modules.
+        named = [entry for entry in entries if any(matches([entry], name) for name in scaled)]
+        return {_KEY: tuple(named)}
 
     def declare(
         self, weight: param_info.ParamInfo, target: Target, init: str

@@ -23,14 +23,14 @@ SIZES = ((16, 1), (16, 4), (4, 1), (4, 4))  # Layers and micro-batches.
 def main() -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from purelora.commands import estimate
+    from purelora.analysis import estimate_report
 
     for name, mesh in MESHES.items():
         found = compiled(16, 1, mesh)[1].traffic()
         print(
             f"{name}\n  {'collective':<22}{'dtype':<10}{'group':>6}{'count':>8}{'MB received':>14}"
         )
-        print("\n".join(map(estimate.traffic_row, found)))
+        print("\n".join(map(estimate_report.traffic_row, found)))
         gathers = {row.dtypes: row.received_bytes for row in found if row.kind == "all-gather"}
         codes, all_bytes = gathers[("s8",)], sum(gathers.values())
         print(
@@ -53,7 +53,7 @@ def compiled(layers: int, accum: int, mesh: tuple[int, int]):
 
     from purelora.analysis import footprint
     from purelora.config import command_line
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     fsdp, tensor = mesh
     keys = {
@@ -70,7 +70,7 @@ def compiled(layers: int, accum: int, mesh: tuple[int, int]):
         [f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()
     ).config
     hf_config = {**json.loads(SHAPE.read_text()), "num_hidden_layers": layers}
-    plan = plans.make(config, hf_config, str(SHAPE), jax.devices())
+    plan = planning.make_plan(config, hf_config, str(SHAPE), jax.devices())
     return plan, footprint.program_of(plan)
 
 

@@ -106,10 +106,9 @@ def lowering(shape: str, scan: bool, layers: int):
     """The step of a run with so many layers: a function that traces and lowers it anew."""
     import jax
 
-    from purelora.analysis import footprint
+    from purelora.analysis import step_bytes
     from purelora.config import command_line
-    from purelora.training import optimisers, setup
-    from purelora.training import plan as plans
+    from purelora.training import optimisers, planning, programs
 
     path = ROOT / "configs" / "shapes" / "small" / f"{shape}.json"
     keys = {
@@ -127,11 +126,13 @@ def lowering(shape: str, scan: bool, layers: int):
     settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
     # Kinds of layers in the model's own order, whatever their number.
     sizes = {k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"}
-    plan = plans.make(settings, {**sizes, "num_hidden_layers": layers}, str(path), jax.devices())
+    plan = planning.make_plan(
+        settings, {**sizes, "num_hidden_layers": layers}, str(path), jax.devices()
+    )
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = setup.layout_of(plan, tx)
-    arguments = footprint.abstract_arguments(plan)
-    return lambda: setup.train_step(plan, layout, tx, schedule_steps=100).lower(*arguments)
+    layout = programs.layout_of(plan, tx)
+    arguments = step_bytes.abstract_arguments(plan)
+    return lambda: programs.train_step(plan, layout, tx, schedule_steps=100).lower(*arguments)
 
 
 def compiled(lower) -> Cost:

@@ -92,13 +92,13 @@ def estimated(case: str) -> dict[str, float]:
     import jax
 
     from purelora.analysis import footprint
-    from purelora.commands import estimate
-    from purelora.training import plan as plans
+    from purelora.interop import open_model
+    from purelora.training import planning
 
     c = settings(case)
-    hf_config = estimate.open_config(c.model.path)
+    hf_config = open_model.open_config(c.model.path)
     devices = jax.devices()[:1]
-    compiled = footprint.compiled(plans.make(c, hf_config, c.model.path, devices))
+    compiled = footprint.compiled(planning.make_plan(c, hf_config, c.model.path, devices))
     formula = footprint.formula(c, hf_config, c.model.path, devices, DEPTHS)
     return {"compiled": compiled.peak_bytes, "formula": formula.peak_bytes}
 
@@ -109,17 +109,16 @@ def measured(case: str, steps: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from purelora.analysis import footprint
-    from purelora.commands import estimate
-    from purelora.training import optimisers, setup
-    from purelora.training import plan as plans
+    from purelora.analysis import step_bytes
+    from purelora.interop import open_model
+    from purelora.training import optimisers, planning, programs
 
     c = settings(case)
-    p = plans.make(c, estimate.open_config(c.model.path), c.model.path, jax.devices()[:1])
+    p = planning.make_plan(c, open_model.open_config(c.model.path), c.model.path, jax.devices()[:1])
     tx = optimisers.transformation(c.optim, p.trainable_infos)
-    layout = setup.layout_of(p, tx)
-    arguments = footprint.abstract_arguments(p)
-    step = setup.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
+    layout = programs.layout_of(p, tx)
+    arguments = step_bytes.abstract_arguments(p)
+    step = programs.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
     analysis = step.memory_analysis()
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new
@@ -135,7 +134,7 @@ def measured(case: str, steps: int) -> dict[str, float]:
     trained = jax.jit(
         lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), arguments.state.trainable)
     )()
-    state = setup.fresh_state(p, layout, tx, trained)
+    state = programs.fresh_state(p, layout, tx, trained)
     batch = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), arguments.batch)
     for _ in range(steps):
         state, metrics = step(state, base, batch)

@@ -43,7 +43,7 @@ def measure(config: str, folder: str, rounds: int, steps: int) -> dict[str, list
 
     from purelora.checkpoint import retention, store
     from purelora.config import command_line
-    from purelora.training import setup
+    from purelora.training import feed, setup
 
     settings = command_line.parse(
         [f"--config={config}", f"--config.workdir={folder}/run"], flags=()
@@ -62,7 +62,7 @@ def measure(config: str, folder: str, rounds: int, steps: int) -> dict[str, list
             for index in range(steps + 1):
                 number += 1
                 start = time.perf_counter()
-                batch = run.place(run.data.train.batch(number - 1))
+                batch = next(feed.feed(run.data.train, plan.mesh, [number])).batch
                 state, metrics = run.train_step(state, run.base, batch)
                 np.asarray(metrics.grad_norm)
                 if way in saving:

@@ -85,7 +85,7 @@ def model():
     from purelora.ops import quant
     from purelora.sharding import specs
     from purelora.training import init as start
-    from purelora.training import plan as plans
+    from purelora.training import planning
 
     here = pathlib.Path(__file__).parent.parent
     changes = {
@@ -117,7 +117,7 @@ def model():
         "rope_theta": THETA,
         "tie_word_embeddings": False,
     }
-    plan = plans.make(settings, sizes, "config.json", jax.devices())
+    plan = planning.make_plan(settings, sizes, "config.json", jax.devices())
 
     def quantised(weight, leaf):
         return weight if isinstance(leaf, param_info.ParamInfo) else quant.quantise(weight, leaf)
@@ -147,12 +147,12 @@ def ours(plan, base, trainable):
 
     from purelora.core.batch import Batch
     from purelora.sharding import specs
-    from purelora.training import optimisers, setup
+    from purelora.training import optimisers, programs
 
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = setup.layout_of(plan, tx)
-    state = setup.fresh_state(plan, layout, tx, jax.tree.map(jnp.copy, trainable))
-    train_step = setup.train_step(plan, layout, tx, schedule_steps=100)
+    layout = programs.layout_of(plan, tx)
+    state = programs.fresh_state(plan, layout, tx, jax.tree.map(jnp.copy, trainable))
+    train_step = programs.train_step(plan, layout, tx, schedule_steps=100)
     tokens = random_tokens()[None]
     batch = Batch(
         tokens=tokens[..., :-1],

@@ -103,16 +103,15 @@ def ours(dtype: str, qtype: str, scan: str, remat: str):
     """purelora's own step with its arguments: the model's weights, full rows of random tokens."""
     import jax
 
-    from purelora.training import optimisers, setup
+    from purelora.training import beginning, optimisers, programs, setup
 
     model, plan = setup.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
-    loaded = setup.load_weights(model, plan, lambda text: None)
-    split = setup.through_boundary(plan, loaded.tree)
+    begun = beginning.begin_fresh(model, plan, lambda text: None)
     tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = setup.layout_of(plan, tx)
-    state = setup.fresh_state(plan, layout, tx, split.trainable)
-    step = setup.train_step(plan, layout, tx, schedule_steps=100)
-    return step, state, split.base, jax.device_put(full_batch())
+    layout = programs.layout_of(plan, tx)
+    state = programs.fresh_state(plan, layout, tx, begun.trainable)
+    step = programs.train_step(plan, layout, tx, schedule_steps=100)
+    return step, state, begun.base, jax.device_put(full_batch())
 
 
 def full_batch():
@@ -138,11 +137,11 @@ def naive(dtype: str):
     import optax
 
     from purelora.core import param_info
-    from purelora.training import setup
+    from purelora.training import beginning, setup
 
     quiet = settings(dtype, "none", "scan", "none")
     model, plan = setup.open_and_plan(quiet, lambda text: None)
-    base = setup.load_weights(model, plan, lambda text: None).tree
+    base = beginning.load_weights(model, plan, lambda text: None).tree
     adapters = param_info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
     tx, loss = optax.adamw(1e-3), naive_loss(plan.model.config, dtype)
 

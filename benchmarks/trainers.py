@@ -174,7 +174,7 @@ def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder
 
     from purelora.config import command_line
     from purelora.core import trees
-    from purelora.training import setup
+    from purelora.training import feed, setup
 
     keys = {
         "workdir": folder,
@@ -203,13 +203,12 @@ def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder
     settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
     model, plan = setup.open_and_plan(settings, lambda text: None)
     run, state = setup.build(model, plan, lambda text: None)
-    batches = [run.batch(run.data.train, number) for number in range(count)]
-    feed = iter(batches)
+    batches = feed.feed(run.data.train, plan.mesh, range(1, count + 1))
     experts = plan.model.config.experts
 
     def step() -> tuple[float, float | None]:
         nonlocal state
-        state, metrics = run.train_step(state, run.base, run.place(next(feed)))
+        state, metrics = run.train_step(state, run.base, next(batches).batch)
         loss = float(metrics.loss_sum) / float(metrics.weight_sum)
         if experts is None:
             return loss, None

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from purelora.config import command_line
 from purelora.core import errors
@@ -54,15 +55,22 @@ def _exit_on_user_error() -> Iterator[None]:
         raise
 
 
-def run_command(main: Callable[[Sequence[str]], int], usage: str) -> None:
+def run_command(
+    main: Callable[[Sequence[str]], int], usage: str, argv: Sequence[str] | None = None
+) -> NoReturn:
     """Runs a command: prints `usage` for --help, and users' errors without a traceback.
 
     Exits with the status that `main` returns, or 2 for an error that the user can fix.
+
+    Args:
+      main: takes the arguments and returns the exit status.
+      usage: the text that --help prints.
+      argv: the arguments; by default those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # Not every terminal knows "×".
-    argv = sys.argv[1:]
+    argv = sys.argv[1:] if argv is None else argv
     if not {"-h", "--help"}.isdisjoint(argv):
         print(usage.strip())
         raise SystemExit(0)

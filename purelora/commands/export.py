@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from purelora.checkpoint import store
-from purelora.config import command_line, schema
+from purelora.config import command_line, from_dict, schema
 from purelora.core import errors, trees
 from purelora.core.batch import Inputs
 from purelora.formats import atomic_output as output
@@ -34,7 +34,7 @@ from purelora.interop.peft import adapter_sources, algebra, artefact, attach
 from purelora.interop.peft import files as peft_files
 from purelora.lora import targets
 from purelora.models import causal_lm
-from purelora.training import run_folder, setup
+from purelora.training import beginning, run_folder, setup
 
 _CHECKED_TOKENS = 32
 # Largest difference of a logit, over the largest logit: rounding of float32 in another order.
@@ -107,7 +107,7 @@ def _logit_difference(
     options: Options, checkpoints: store.Checkpoints, step: int, folder: str
 ) -> float:
     """Largest difference of a logit over the largest logit, on the run's own base."""
-    settings = schema.from_flat(checkpoints.meta(step)["config"])
+    settings = from_dict.from_flat(checkpoints.meta(step)["config"])
     path, hf_folder = settings.model.path, settings.model.hf_folder
     if options.model is not None:
         path, hf_folder = options.model, options.hf_folder
@@ -115,13 +115,12 @@ def _logit_difference(
         path, hf_folder = options.run, None  # It needs nothing else.
     settings = _on_one_device(settings, path, hf_folder)
     model, plan = setup.open_and_plan(settings, _quiet, devices=jax.devices()[:1])
-    beginning = setup.begin_again(checkpoints, step, model, plan, _quiet)
-    base, tokens = beginning.start.base, _tokens(model)
-    wanted = _logits(plan.model, trees.unflatten(checkpoints.trained(step)), base, tokens)
+    again, tokens = beginning.base_again(checkpoints, step, model, plan, _quiet), _tokens(model)
+    wanted = _logits(plan.model, trees.unflatten(checkpoints.trained(step)), again.base, tokens)
     attached = attach.attach(
-        peft_files.read(folder), plan.model, base_fingerprint=beginning.fingerprint
+        peft_files.read(folder), plan.model, base_fingerprint=again.fingerprint
     )
-    found = _logits(attached.model, attached.trainable, base, tokens)
+    found = _logits(attached.model, attached.trainable, again.base, tokens)
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 

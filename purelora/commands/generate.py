@@ -1,4 +1,4 @@
-"""Writes continuations of prompts: a library, and the command
+"""Writes continuations of prompts.
 
     python -m purelora.generate --model=smollm2-135m --prompt="Who are you?"
     python -m purelora.generate --model=smollm2-135m --adapter=runs/a --adapter=b=runs/b/peft \\

@@ -29,8 +29,17 @@ from purelora.commands import entry
 from purelora.config import command_line, schema
 from purelora.core import train_state
 from purelora.multihost import runtime
-from purelora.training import compilation, evaluation, log, metrics, run_folder, setup, signals
-from purelora.training import plan as plans
+from purelora.training import (
+    compilation,
+    evaluation,
+    feed,
+    log,
+    metrics,
+    plan_report,
+    run_folder,
+    setup,
+    signals,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,8 +54,10 @@ def main(argv: Sequence[str]) -> int:
     cache = compilation.use_cache(settings.compile_cache)
     model, run_plan = setup.open_and_plan(settings, log.say)
     if "plan" in flags:
-        log.say(f"{command_line.describe(schema.as_flat(settings))}\n\n{plans.table(run_plan)}\n")
-        log.say(run_plan.describe_targets())
+        log.say(
+            f"{command_line.describe(schema.as_flat(settings))}\n\n{plan_report.table(run_plan)}\n"
+        )
+        log.say(plan_report.describe_targets(run_plan))
         return 0
     log.say(f"compilation cache: {cache or 'off'}")
     run, start = setup.build(model, run_plan, log.say)
@@ -66,19 +77,19 @@ def main(argv: Sequence[str]) -> int:
         train(run, start, reporter, stop)
         if not stop.requested:
             written = _by_main(lambda: run_folder.finish(run, run.total_steps))
-            reporter.exported(run.total_steps, written)
+            reporter.log_export(run.total_steps, written)
     return stop.status
 
 
 def _by_main(write: Callable[[], pathlib.Path | None]) -> pathlib.Path | None:
     """Where the main process alone has written something; None if it has not."""
 
-    def written() -> str | None:
+    def as_text() -> str | None:
         path = write()
         return None if path is None else str(path)
 
-    found = runtime.from_main("export", written)
-    return None if found is None else pathlib.Path(found)
+    text = runtime.from_main("export", as_text)
+    return None if text is None else pathlib.Path(text)
 
 
 def train(
@@ -88,29 +99,29 @@ def train(
 
     The state of the last step is complete on disk when this returns.
     """
-    every, first = run.settings, int(current.step)
-    saves = Saves(every.checkpoint, first=first + 1)
-    if first == 0:
-        reporter.evaluated(evaluation.evaluate(run, current, stop))
-        reporter.sampled(evaluation.sample(run, current))
-    for number in range(first + 1, run.total_steps + 1):
-        batch = run.place(run.batch(run.data.train, number - 1))
+    settings, done = run.settings, int(current.step)
+    saves = Saves(settings.checkpoint, first=done + 1)
+    if done == 0:
+        reporter.log_eval(evaluation.evaluate(run, current, stop))
+        reporter.log_samples(evaluation.sample(run, current))
+    steps = range(done + 1, run.total_steps + 1)
+    for number, batch, tokens in feed.feed(run.data.train, run.plan.mesh, steps):
         current, result = run.train_step(current, run.base, batch)
-        reporter.after_step(number, run.data.train.token_count(number - 1), result)
-        wished = stop.look(saves.wish())
-        is_last, evaluated = stop.requested or number == run.total_steps, None
-        if is_last or is_due(number, every.eval_steps):
+        reporter.log_step(number, tokens, result)
+        wish = stop.poll(saves.wish())
+        is_last, record = stop.requested or number == run.total_steps, None
+        if is_last or is_due(number, settings.eval_steps):
             reporter.flush()
-            evaluated = evaluation.evaluate(run, current, stop)
-            reporter.evaluated(evaluated)
-        if is_last or saves.are_due(number, wished):
-            save(run, number, current, evaluated, reporter)
+            record = evaluation.evaluate(run, current, stop)
+            reporter.log_eval(record)
+        if is_last or saves.are_due(number, wish):
+            save(run, number, current, record, reporter)
             saves.done(run, number)
         if is_last:
             break
     run.checkpoints.wait()
     if not stop.requested:
-        reporter.sampled(evaluation.sample(run, current))
+        reporter.log_samples(evaluation.sample(run, current))
         reporter.finish(current)
     return current
 
@@ -125,12 +136,12 @@ class Saves:
         self._made = 0
         self._last_secs = time.monotonic()
 
-    def are_due(self, number: int, wished: int) -> bool:
-        """Whether to save after step `number`, if the processes have wished for save `wished`."""
+    def are_due(self, number: int, wish: int) -> bool:
+        """Whether to save after step `number`, if the processes wish for save `wish`."""
         return (
             is_due(number, self._settings.save_steps)
             or (self._settings.save_first and number == self._first)
-            or wished == self._made + 1
+            or wish == self._made + 1
         )
 
     def wish(self) -> int:
@@ -154,11 +165,11 @@ def save(
     run: setup.Run,
     number: int,
     current: train_state.TrainState,
-    evaluated: metrics.EvalRecord | None,
+    record: metrics.EvalRecord | None,
     reporter: log.Reporter,
 ) -> None:
     """Saves step `number`, once all records up to it are on disk."""
-    eval_loss = None if evaluated is None else evaluated.loss
+    eval_loss = None if record is None else record.loss
     with reporter.saving(number):
         run.checkpoints.save(
             number, current, {**run.meta, "step": number, "eval_loss": eval_loss}, run.extras

@@ -1,5 +1,6 @@
 """Config files: Python with a `get_config()`."""
 
+import difflib
 import inspect
 import pathlib
 import runpy
@@ -11,14 +12,34 @@ import ml_collections
 
 from purelora.core import errors
 
+_PACKAGE = pathlib.Path(__file__).parent.parent
+
+
+def ready_folder() -> pathlib.Path:
+    """The folder of the ready configs: in an installed package its own, in a clone `configs/`."""
+    installed = _PACKAGE / "ready" / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def ready_names() -> tuple[str, ...]:
+    """The names of the ready configs."""
+    helpers = ("__init__", "variants")
+    return tuple(sorted(p.stem for p in ready_folder().glob("*.py") if p.stem not in helpers))
+
+
+def _resolved(path: pathlib.Path) -> pathlib.Path:
+    """The file of a ready config, if that is what `path` names and no file is called so."""
+    is_name = not path.suffix and len(path.parts) == 1 and not path.exists()
+    return ready_folder() / f"{path}.py" if is_name and str(path) in ready_names() else path
+
 
 def load(path: pathlib.Path) -> dict[str, Any]:
     """Runs a config file's `get_config()` and returns its keys as nested dicts.
 
-    A colon and the name of a variant may follow the file's name, as in
-    `configs/mixtral_8x7b_qlora.py:small`: it becomes the argument of `get_config`. The folder above
-    the file's own is importable meanwhile, so that `from configs import base` works from
-    everywhere.
+    The name of a ready config stands for its file. A colon and the name of a variant may follow, as
+    in `mixtral_8x7b_qlora:small`: it becomes the argument of `get_config`. The folder above the
+    file's own is importable meanwhile, and after all others that of the ready configs, so that
+    `from configs import base` works from everywhere.
 
     Raises:
       ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
@@ -27,12 +48,12 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     name, colon, text = str(path).rpartition(":")
     if colon and not path.is_file():
         path, variant = pathlib.Path(name), (text,)
+    path = _resolved(path)
     if not path.is_file():
-        near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
-        remedy = errors.nearest(str(path), near) if near else "give the path of a config file"
-        raise errors.ConfigError("--config", str(path), "is not a file", remedy)
-    parent = str(path.resolve().parent.parent)
-    sys.path.insert(0, parent)
+        raise _missing(path)
+    parent, ready = str(path.resolve().parent.parent), str(ready_folder().parent)
+    before = list(sys.path)
+    sys.path[:] = [parent, *before, ready]
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         _check_variant(path, get_config, variant)
@@ -49,12 +70,25 @@ def load(path: pathlib.Path) -> dict[str, Any]:
         remedy = f"correct or leave out {variant[0]!r}, or " if variant else ""
         raise errors.ConfigError(where, None, what, f"{remedy}fix the config file") from error
     finally:
-        sys.path.remove(parent)
+        sys.path[:] = before
     if raw is None:
         remedy = "define get_config(), starting from configs.base.get_config()"
         what = "has no get_config() that returns a ConfigDict"
         raise errors.ConfigError(str(path), None, what, remedy)
     return raw
+
+
+def _missing(path: pathlib.Path) -> errors.ConfigError:
+    """The error for a path that is no file: names files beside it, or the ready configs."""
+    if not path.suffix and len(path.parts) == 1:
+        remedy = f"known: {', '.join(ready_names())}; or give the path of a config file"
+        close = difflib.get_close_matches(str(path), ready_names(), n=1)
+        remedy = f"did you mean {close[0]!r}? {remedy}" if close else remedy
+        what = "is neither a ready config nor a file"
+        return errors.ConfigError("--config", str(path), what, remedy)
+    near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
+    remedy = errors.nearest(str(path), near) if near else "give the path of a config file"
+    return errors.ConfigError("--config", str(path), "is not a file", remedy)
 
 
 def _check_variant(path: pathlib.Path, get_config: Any, variant: Sequence[str]) -> None:

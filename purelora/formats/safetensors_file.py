@@ -120,8 +120,8 @@ def _read_table(path: str) -> File:
     return File(path, entries, metadata)
 
 
-class Spec(NamedTuple):
-    """A tensor that will be written: its element type and shape, and how to get its values."""
+class LazyTensor(NamedTuple):
+    """A tensor that is to be written: its element type and shape, and how to get its values."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -132,13 +132,13 @@ class Spec(NamedTuple):
         """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @classmethod
+    def of(cls, array: np.ndarray) -> "LazyTensor":
+        """One whose values are already in memory."""
+        return cls(array.dtype, array.shape, lambda: array)
 
-def spec_of(array: np.ndarray) -> Spec:
-    """The `Spec` of values that are already in memory."""
-    return Spec(array.dtype, array.shape, lambda: array)
 
-
-def write_file(path: str, tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
+def write_file(path: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> None:
     """Writes a new safetensors file, one tensor in memory at a time.
 
     Args:
@@ -148,7 +148,7 @@ def write_file(path: str, tensors: Mapping[str, Spec], metadata: Mapping[str, st
 
     Raises:
       OSError: the disk is full, for example.
-      ValueError: a tensor turns out to have another type or shape than its `Spec` says.
+      ValueError: a tensor turns out to have another type or shape than announced.
     """
     # Wide elements first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -167,9 +167,9 @@ def write_file(path: str, tensors: Mapping[str, Spec], metadata: Mapping[str, st
             file.write(_checked(name, tensors[name]).data)
 
 
-def _checked(name: str, spec: Spec) -> np.ndarray:
+def _checked(name: str, tensor: LazyTensor) -> np.ndarray:
     """The bytes of a tensor's values."""
-    array = spec.load()
-    if (array.dtype, array.shape) != (spec.dtype, spec.shape):
-        raise ValueError(f"{name}: {array.dtype}{array.shape} was announced as {spec[:2]}")
+    array = tensor.load()
+    if (array.dtype, array.shape) != (tensor.dtype, tensor.shape):
+        raise ValueError(f"{name}: {array.dtype}{array.shape} was announced as {tensor[:2]}")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

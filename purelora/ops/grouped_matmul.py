@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from purelora.ops import quant
+from purelora.ops import quant, quant_matmul
 
 # The padding is at most a quarter of the rows when these are spread evenly; beyond that many rows
 # in a tile nothing is gained.
 _TILES_PER_GROUP, _LARGEST_TILE = 4, 128
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Where rows go when they are sorted by group; A rows, R sorted rows in N tiles.
 
     Attributes:
@@ -56,7 +56,7 @@ def tile_size(rows: int, groups: int) -> int:
     return int(min(2 ** (even.bit_length() - 1), _LARGEST_TILE))
 
 
-def group(ids_A: jax.Array, count: int, tile: int) -> Groups:
+def group(ids_A: jax.Array, count: int, tile: int) -> RowGroups:
     """Sorts rows by their group, whatever their number in each.
 
     Args:
@@ -78,7 +78,7 @@ def group(ids_A: jax.Array, count: int, tile: int) -> Groups:
     to_A = starts_H[sorted_A] + jnp.arange(rows, dtype=jnp.int32) - begins_H[sorted_A]
     to_A = jnp.where(sorted_A < count, to_A, n_tiles * tile)
     numbers_NG = jnp.arange(n_tiles)[:, None] >= ends_G[None]
-    return Groups(
+    return RowGroups(
         slots_A=jnp.zeros_like(ids_A).at[order_A].set(to_A),
         sources_R=jnp.full_like(ids_A, rows, shape=n_tiles * tile)
         .at[to_A].set(order_A, mode="drop"),
@@ -89,21 +89,21 @@ def group(ids_A: jax.Array, count: int, tile: int) -> Groups:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatch(x_TK: jax.Array, groups: Groups, copies: int = 1) -> jax.Array:
+def dispatch(x_TK: jax.Array, groups: RowGroups, copies: int = 1) -> jax.Array:
     """Sorts rows by group: `[A / copies, K] -> [R, K]`, with zeros in the padding.
 
     Each row of `x_TK` stands for `copies` consecutive rows of A: a token for each of its experts.
-    The gradient, here and of `collect`, is a gather by the inverse permutation. Autodiff would make
+    The gradient, here and of `combine`, is a gather by the inverse permutation. Autodiff would make
     it a scatter that adds up rows one by one.
     """
     return _rows(x_TK, groups.sources_R // copies)
 
 
-def _dispatch_fwd(x_TK: jax.Array, groups: Groups, copies: int) -> tuple[jax.Array, Groups]:
+def _dispatch_fwd(x_TK: jax.Array, groups: RowGroups, copies: int) -> tuple[jax.Array, RowGroups]:
     return _rows(x_TK, groups.sources_R // copies), groups
 
 
-def _dispatch_bwd(copies: int, groups: Groups, g_RK: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_bwd(copies: int, groups: RowGroups, g_RK: jax.Array) -> tuple[jax.Array, None]:
     g_AK = _rows(g_RK, groups.slots_A)
     return g_AK.reshape(-1, copies, g_AK.shape[-1]).sum(axis=1), None
 
@@ -112,20 +112,20 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @jax.custom_vjp
-def collect(y_RN: jax.Array, groups: Groups) -> jax.Array:
-    """Sorted rows in their own order, `[R, N] -> [A, N]`; zero for a row without a group."""
+def combine(y_RN: jax.Array, groups: RowGroups) -> jax.Array:
+    """Undoes the sorting of `dispatch`: `[R, N] -> [A, N]`; zero for a row without a group."""
     return _rows(y_RN, groups.slots_A)
 
 
-def _collect_fwd(y_RN: jax.Array, groups: Groups) -> tuple[jax.Array, Groups]:
+def _combine_fwd(y_RN: jax.Array, groups: RowGroups) -> tuple[jax.Array, RowGroups]:
     return _rows(y_RN, groups.slots_A), groups
 
 
-def _collect_bwd(groups: Groups, g_AN: jax.Array) -> tuple[jax.Array, None]:
+def _combine_bwd(groups: RowGroups, g_AN: jax.Array) -> tuple[jax.Array, None]:
     return _rows(g_AN, groups.sources_R), None
 
 
-collect.defvjp(_collect_fwd, _collect_bwd)
+combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _rows(array: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -133,8 +133,8 @@ def _rows(array: jax.Array, numbers: jax.Array) -> jax.Array:
     return array.at[numbers].get(mode="fill", fill_value=0)
 
 
-def of_groups(values_GN: jax.Array, groups: Groups) -> jax.Array:
-    """The row of its group for each sorted row, `[R, N]` float32; zero in the padding.
+def of_groups(values_GN: jax.Array, groups: RowGroups) -> jax.Array:
+    """Repeats the row of each group for its sorted rows: `[R, N]` float32, zero in the padding.
 
     Its gradient is summed up tile by tile, in float32.
     """
@@ -147,38 +147,42 @@ def of_groups(values_GN: jax.Array, groups: Groups) -> jax.Array:
 def frozen_dot(
     x_RK: jax.Array,
     shard: quant.Weight,
-    groups: Groups,
+    groups: RowGroups,
     gather: quant.Gather,
     contracting: int = -2,
 ) -> jax.Array:
     """The product of each sorted row with the matrix of its group; differentiable in `x_RK` only.
 
-    As in `quant.frozen_dot`, the shard is what is kept, and gathered anew in the backward pass.
+    As in `quant_matmul.frozen_dot`, the shard is the residual, gathered anew in the backward pass.
 
     Args:
       x_RK: sorted rows, zero in the padding.
       shard: this device's part of frozen matrices, `[G, K, N]` or `[G, N, K]`.
       groups: of the rows.
-      gather: makes the matrices whole; hashable.
+      gather: from a shard to the unsharded matrices; hashable.
       contracting: the dimension, counted from the end, that is summed over.
 
     Returns:
       `[R, N]` in the dtype of `x_RK`, zero in the padding.
     """
-    return _frozen(quant.dot, x_RK, gather(shard), groups, contracting)
+    return _frozen(quant_matmul.dot, x_RK, gather(shard), groups, contracting)
 
 
 def _frozen_dot_fwd(
-    x_RK: jax.Array, shard: quant.Weight, groups: Groups, gather: quant.Gather, contracting: int
+    x_RK: jax.Array, shard: quant.Weight, groups: RowGroups, gather: quant.Gather, contracting: int
 ) -> tuple[jax.Array, Any]:
-    return _frozen(quant.dot, x_RK, gather(shard), groups, contracting), (shard, groups)
+    return _frozen(quant_matmul.dot, x_RK, gather(shard), groups, contracting), (shard, groups)
 
 
 def _frozen_dot_bwd(
     gather: quant.Gather, contracting: int, saved: Any, g_RN: jax.Array
 ) -> tuple[jax.Array, None, None]:
     shard, groups = saved
-    return _frozen(quant.dot_transposed, g_RN, gather(shard), groups, contracting), None, None
+    return (
+        _frozen(quant_matmul.dot_transposed, g_RN, gather(shard), groups, contracting),
+        None,
+        None,
+    )
 
 
 frozen_dot.defvjp(_frozen_dot_fwd, _frozen_dot_bwd)
@@ -188,20 +192,20 @@ def _frozen(
     dot: Callable[..., jax.Array],
     x_RK: jax.Array,
     weight: quant.Weight,
-    groups: Groups,
+    groups: RowGroups,
     contracting: int,
 ) -> jax.Array:
-    """`dot` of `quant` of each row and the matrix of its group."""
+    """`dot` of `quant_matmul`, for each row with the matrix of its group."""
 
-    def tiles(x_RK: jax.Array, weight: quant.Weight, groups: Groups) -> jax.Array:
+    def tiles(x_RK: jax.Array, weight: quant.Weight, groups: RowGroups) -> jax.Array:
         def tile_dot(x_MK: jax.Array, number: jax.Array) -> jax.Array:
             return dot(x_MK, _matrix(weight, number), contracting)
 
         return _over_tiles(tile_dot, x_RK, groups)
 
-    def ragged(x_RK: jax.Array, weight: quant.Weight, groups: Groups) -> jax.Array:
+    def ragged(x_RK: jax.Array, weight: quant.Weight, groups: RowGroups) -> jax.Array:
         values = quant.dequantise(weight).astype(x_RK.dtype)
-        is_swapped = (dot is quant.dot) == (contracting == -1)
+        is_swapped = (dot is quant_matmul.dot) == (contracting == -1)
         values = values.swapaxes(-1, -2) if is_swapped else values
         return jax.lax.ragged_dot(x_RK, values, groups.sizes_G)
 
@@ -210,28 +214,28 @@ def _frozen(
 
 
 @jax.custom_vjp
-def dot(x_RK: jax.Array, weight_GKN: jax.Array, groups: Groups) -> jax.Array:
+def dot(x_RK: jax.Array, weight_GKN: jax.Array, groups: RowGroups) -> jax.Array:
     """`[R, N]`: the product of each sorted row with the matrix of its group, in x's dtype.
 
     Differentiable in both.
     """
-    return _frozen(quant.dot, x_RK, weight_GKN, groups, -2)
+    return _frozen(quant_matmul.dot, x_RK, weight_GKN, groups, -2)
 
 
-def _dot_fwd(x_RK: jax.Array, weight_GKN: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
-    return _frozen(quant.dot, x_RK, weight_GKN, groups, -2), (x_RK, weight_GKN, groups)
+def _dot_fwd(x_RK: jax.Array, weight_GKN: jax.Array, groups: RowGroups) -> tuple[jax.Array, Any]:
+    return _frozen(quant_matmul.dot, x_RK, weight_GKN, groups, -2), (x_RK, weight_GKN, groups)
 
 
 def _dot_bwd(saved: Any, g_RN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_RK, weight_GKN, groups = saved
-    d_x = _frozen(quant.dot_transposed, g_RN, weight_GKN, groups, -2)
+    d_x = _frozen(quant_matmul.dot_transposed, g_RN, weight_GKN, groups, -2)
     return d_x, _outer(x_RK, g_RN, weight_GKN, groups), None
 
 
 dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _outer(x_RK: jax.Array, g_RN: jax.Array, like_GKN: jax.Array, groups: Groups) -> jax.Array:
+def _outer(x_RK: jax.Array, g_RN: jax.Array, like_GKN: jax.Array, groups: RowGroups) -> jax.Array:
     """The gradient of the matrices: for each group the sum of the outer products of its rows."""
 
     def add(i: jax.Array, total_GKN: jax.Array) -> jax.Array:
@@ -251,7 +255,7 @@ def _products(x_MK: jax.Array, g_MN: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def delta(
-    x_RK: jax.Array, a_GKR: jax.Array, b_GRN: jax.Array, scaling: jax.Array, groups: Groups
+    x_RK: jax.Array, a_GKR: jax.Array, b_GRN: jax.Array, scaling: jax.Array, groups: RowGroups
 ) -> jax.Array:
     """`scaling · (x A) B` of each sorted row, with the adapter of its group, in the dtype of x.
 
@@ -299,7 +303,7 @@ delta.defvjp(_delta_fwd, _delta_bwd)
 
 
 def _over_tiles(
-    tile_dot: Callable[[jax.Array, jax.Array], jax.Array], x_RK: jax.Array, groups: Groups
+    tile_dot: Callable[[jax.Array, jax.Array], jax.Array], x_RK: jax.Array, groups: RowGroups
 ) -> jax.Array:
     """`tile_dot(rows, group)` of each tile in use, zeros in the others."""
     like = jax.eval_shape(tile_dot, x_RK[: groups.tile], groups.groups_N[0])

@@ -18,7 +18,7 @@ from purelora.lora import adapters as lora
 from purelora.lora import kinds, targets
 from purelora.ops import quant
 from purelora.sharding import host_arrays, specs
-from purelora.training import plan as plans
+from purelora.training.plan import Plan
 
 
 class Start(NamedTuple):
@@ -29,7 +29,7 @@ class Start(NamedTuple):
 
 
 def start_of(
-    run: plans.Plan,
+    run: Plan,
     loaded: trees.Tree,
     *,
     initial: trees.Tree,
@@ -55,20 +55,13 @@ def start_of(
     return Start(trees.unflatten(base), host_arrays.place(trees.unflatten(in_order), placed))
 
 
-def to_be_restored(run: plans.Plan, loaded: trees.Tree) -> Start:
-    """The leaves of a run that is continued: what is trained will come from its checkpoint."""
-    if not run.config.lora.enabled:
-        return Start({}, loaded)
-    base = targets.split_trained(trees.flatten(loaded), run.model.adaptation).frozen
-    placed = specs.shardings(run.trainable_specs, run.mesh)
-
-    def zeros() -> trees.Tree:
-        return jax.tree.map(lambda i: jnp.zeros(i.shape, jnp.dtype(i.dtype)), run.trainable_infos)
-
-    return Start(trees.unflatten(base), jax.jit(zeros, out_shardings=placed)())
+def without_full(run: Plan, loaded: trees.Tree) -> trees.Tree:
+    """The weights as read, without those that are trained whole."""
+    parts = targets.split_trained(trees.flatten(loaded), run.model.adaptation)
+    return trees.unflatten(parts.frozen)
 
 
-def _fresh(run: plans.Plan) -> dict[str, jax.Array]:
+def _fresh(run: Plan) -> dict[str, jax.Array]:
     """Adapters from random numbers, before the weights are looked at."""
     adapted, init = run.model.adaptation.targets, run.config.lora.init_lora_weights
     infos = lora.adapter_infos(run.model.modules, adapted, init=init)
@@ -76,7 +69,7 @@ def _fresh(run: plans.Plan) -> dict[str, jax.Array]:
     return trees.flatten(jax.jit(lambda key: make(key=key))(jax.random.key(run.config.seed)))
 
 
-def _from_weights(run: plans.Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _from_weights(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Leaves that begin as the weights say, such as DoRA's magnitudes."""
     initial: dict[str, jax.Array] = {}
     for path, target in run.model.adaptation.targets.items():
@@ -106,7 +99,7 @@ def _of_weight(
     return jax.lax.map(one, weight) if is_stacked else one(weight)
 
 
-def _token_rows(run: plans.Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _token_rows(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
     ids = run.model.adaptation.token_ids
     if not ids:
         return {}

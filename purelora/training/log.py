@@ -154,9 +154,9 @@ class Reporter:
         self._pending: _Pending | None = None
         self._started = self._last = time.perf_counter()
         name = "resume" if first else "start"
-        self.event(first, name, f"{run.total_steps} steps in all")
+        self.log_event(first, name, f"{run.total_steps} steps in all")
 
-    def after_step(self, number: int, tokens: int, result: step.Metrics) -> None:
+    def log_step(self, number: int, tokens: int, result: step.Metrics) -> None:
         """Records the step before this one, so that the host never waits for the present one.
 
         `tokens` are those of the whole batch, without padding.
@@ -186,21 +186,21 @@ class Reporter:
         if not values.applied:
             self._report_skip(pending.step, values)
 
-    def evaluated(self, record: metrics.EvalRecord | None) -> None:
+    def log_eval(self, record: metrics.EvalRecord | None) -> None:
         """Records an evaluation, if there was one."""
         if record is not None:
             self._log.write(record)
             self._progress.write(f"eval at step {record.step}: loss {record.loss:.4f}")
         self._last = time.perf_counter()
 
-    def sampled(self, records: list[metrics.SampleRecord]) -> None:
+    def log_samples(self, records: list[metrics.SampleRecord]) -> None:
         """Records samples."""
         for record in records:
             self._log.write(record)
             self._progress.write(f"sample at step {record.step}: {record.prompt}\n  {record.text}")
         self._last = time.perf_counter()
 
-    def event(self, number: int, name: str, detail: str) -> None:
+    def log_event(self, number: int, name: str, detail: str) -> None:
         """Records anything else."""
         self._log.write(metrics.EventRecord(step=number, name=name, detail=detail))
         self._progress.write(f"{name} at step {number}: {detail}")
@@ -213,15 +213,15 @@ class Reporter:
         So a run that goes on from it has them all. The time of the save is not that of a step.
         """
         self.flush()
-        self.event(number, "save", f"{self._run.settings.workdir}/checkpoints/{number}")
+        self.log_event(number, "save", f"{self._run.settings.workdir}/checkpoints/{number}")
         self._log.sync()
         yield
         self._last = time.perf_counter()
 
-    def exported(self, number: int, folder: pathlib.Path | None) -> None:
+    def log_export(self, number: int, folder: pathlib.Path | None) -> None:
         """Records where the adapter was written, if there is one."""
         if folder is not None:
-            self.event(number, "export", str(folder))
+            self.log_event(number, "export", str(folder))
 
     def finish(self, current: train_state.TrainState) -> None:
         """Records the end of the run with its mean rates."""
@@ -229,7 +229,7 @@ class Reporter:
         mean = f", mean {rates[0]} tok/s, {rates[1]} trained tok/s" if rates else ""
         secs = time.perf_counter() - self._started
         detail = f"{int(current.updates)} updates in {secs:.0f} s{mean}"
-        self.event(int(current.step), "finish", detail)
+        self.log_event(int(current.step), "finish", detail)
 
     def close(self) -> None:
         """Closes the log and leaves the progress as it stands."""
@@ -265,10 +265,10 @@ class Reporter:
     def _report_skip(self, number: int, values: _Values) -> None:
         """Says why an update was not made; ends the run where that is the policy."""
         if not values.weight_sum:
-            self.event(number, "skip", "no token of the batch has weight")
+            self.log_event(number, "skip", "no token of the batch has weight")
             return
         detail = f"loss sum {values.loss_sum}, gradient norm {values.grad_norm}, or the update"
-        self.event(number, "skip", f"not finite: {detail}")
+        self.log_event(number, "skip", f"not finite: {detail}")
         hopeless = self._skipped_in_a_row >= _MOST_SKIPPED_IN_A_ROW
         if hopeless or self._run.settings.nan_policy == "abort":
             self._run.checkpoints.wait()

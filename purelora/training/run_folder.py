@@ -27,7 +27,7 @@ from purelora.interop import open_model
 from purelora.interop.peft import adapter_sources, artefact
 from purelora.interop.peft import files as peft_files
 from purelora.multihost import runtime
-from purelora.training import log, setup
+from purelora.training import log, plan_report, setup
 from purelora.weights import hf_write
 
 STORY = "run.json"
@@ -74,7 +74,7 @@ def begin(run: setup.Run, first_step: int) -> None:
         "devices": [f"{d.platform} {d.device_kind}" for d in run.plan.mesh.devices.flat],
         "base": {"path": run.settings.model.path, "fingerprint": run.meta["base_fingerprint"]},
         "data": {"report": run.data.report, "fingerprint": run.data.fingerprint},
-        "trained": run.plan.describe_targets(),
+        "trained": plan_report.describe_targets(run.plan),
     }
     try:
         entries = [*_entries(workdir / STORY), entry] if first_step else [entry]

@@ -26,14 +26,14 @@ class Stop:
         if self._votes is None:
             self.signum = signum
 
-    def look(self, wish: int = 0) -> int:
-        """Learns of signals to other processes, a step late; all processes look equally often.
+    def poll(self, wish: int = 0) -> int:
+        """Learns of signals to other processes, a step late; all processes poll equally often.
 
         Args:
-          wish: a number, not negative, that this process has to say beside that.
+          wish: a number, not negative, that this process votes for.
 
         Returns:
-          The largest wish of all processes at the look before this; alone, `wish`.
+          The largest wish of all processes at the poll before this; alone, `wish`.
         """
         if self._votes is None:
             return wish

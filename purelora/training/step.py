@@ -75,6 +75,17 @@ class Metrics(NamedTuple):
     applied: jax.Array
     router: Any
 
+    @property
+    def loss(self) -> jax.Array:
+        """Mean loss of the tokens, by weight; not a number for a batch without any."""
+        return self.loss_sum / self.weight_sum
+
+
+# (state, base, batch) -> (state, metrics); the old state is donated.
+TrainStep = Callable[[state.TrainState, trees.Tree, Batch], tuple[state.TrainState, Metrics]]
+# (trainable, base, batch) -> (loss_sum, weight_sum); nothing is donated.
+EvalStep = Callable[[trees.Tree, trees.Tree, Batch], tuple[jax.Array, jax.Array]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -107,7 +118,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     schedule: optimisers.Schedule,
     layout: Layout,
-) -> Callable[[state.TrainState, trees.Tree, Batch], tuple[state.TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """The compiled step `(state, base, batch) -> (state, metrics)`; the old state is donated."""
     sums = collectives.shard_step(
         _local_sums(forward, collectives.gradient_paths(layout.trainable, layout.base)),
@@ -163,9 +174,7 @@ def update(
     return new, Metrics(sums.losses.xent, sums.weight, grad_norm, rate, applied_32, router)
 
 
-def make_eval_step(
-    forward: Forward, layout: Layout
-) -> Callable[[trees.Tree, trees.Tree, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(forward: Forward, layout: Layout) -> EvalStep:
     """The compiled `(trainable, base, batch) -> (loss_sum, weight_sum)`; nothing is donated."""
     paths = collectives.gradient_paths(layout.trainable, layout.base)
 

@@ -30,7 +30,7 @@ _COPIED = (
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
-Tensors = Mapping[str, safetensors_file.Spec]
+Tensors = Mapping[str, safetensors_file.LazyTensor]
 
 
 def write_folder(

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids with character offsets, from a Hugging Face folder or a GGUF file.
+"""Tokenizers: text to token ids with character offsets, and back.
 
 The `tokenizers` library does the work. What it would add by itself is taken away here (a
 post-processor's BOS, truncation, padding), so that one rule holds for every model: plain text gets
@@ -10,21 +10,15 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
 
 from purelora.core import errors
-from purelora.formats import files, gguf_file
-from purelora.weights import hf_folder
 
 _AGAIN = "download the file again"
-
-# Token types of GGUF.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)
 
 
 class Encoding(NamedTuple):
@@ -42,7 +36,7 @@ class Encoding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer with its chat template. Made by `from_hf`, `from_gguf` or `build`.
+    """A tokenizer with its chat template. Made by `build`.
 
     Attributes:
       backend: the tokenizer proper, with no post-processor, truncation or padding.
@@ -82,7 +76,7 @@ class Tokenizer:
           DataError: the text holds half of a surrogate pair.
         """
         try:
-            with _backend_errors("tokenizer"):
+            with backend_errors("tokenizer"):
                 encoded = self.backend.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise errors.DataError(
@@ -183,7 +177,7 @@ def _token_id(path: str, backend: tokenizers.Tokenizer, key: str, token: str | N
 
 
 @contextlib.contextmanager
-def _backend_errors(path: str) -> Iterator[None]:
+def backend_errors(path: str) -> Iterator[None]:
     """Turns the errors of the tokenizers library, which are bare `Exception`s, into ours."""
     try:
         yield
@@ -193,347 +187,3 @@ def _backend_errors(path: str) -> Iterator[None]:
         raise errors.ModelError(
             path, None, f"is not a sound tokenizer ({error})", _AGAIN
         ) from error
-
-
-# ---- Hugging Face folders ----------------------------------------------------------------------
-
-
-def from_hf(folder: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json and the settings beside it.
-
-    Raises:
-      ModelError: tokenizer.json is missing, or a file is damaged.
-    """
-    file = os.path.join(folder, "tokenizer.json")
-    if not os.path.lexists(file):
-        raise errors.ModelError(folder, None, "has no tokenizer.json", _other_tokenizer(folder))
-    # A vocabulary with a token twice is read as the backend reads it.
-    data = files.read_json_object(file, may_repeat=True)
-    with _backend_errors(file):
-        backend = tokenizers.Tokenizer.from_str(files.read_text(file))
-    _check_added_ids(file, data, backend)
-    settings_file = os.path.join(folder, "tokenizer_config.json")
-    settings = files.read_json_object(settings_file) if os.path.lexists(settings_file) else {}
-    special = _named_tokens(settings_file, settings)
-    map_file = os.path.join(folder, "special_tokens_map.json")
-    if os.path.lexists(map_file):
-        special = _named_tokens(map_file, files.read_json_object(map_file)) | special
-    add_bos = files.typed(settings_file, settings, "add_bos_token", bool)
-    if add_bos is None:
-        add_bos = _adds_bos(backend, special.get("bos_token"))
-    return build(
-        file,
-        backend,
-        special_tokens=special,
-        end_ids=hf_folder.generation_eos(folder),
-        add_bos=add_bos,
-        chat_template=_chat_template(folder, settings_file, settings),
-    )
-
-
-def _check_added_ids(file: str, data: Mapping[str, Any], backend: tokenizers.Tokenizer) -> None:
-    """Checks that the added tokens have the ids that the file gives them.
-
-    The library numbers them anew, in order, after the vocabulary: a hole would shift all of them.
-    """
-    for entry in data.get("added_tokens") or ():
-        found = backend.token_to_id(entry["content"])
-        if found != entry["id"]:
-            raise errors.ModelError(
-                f"{file}: added_tokens",
-                entry["content"],
-                f"is listed with id {entry['id']} but gets {found}, the next free one",
-                "list the added tokens without holes after the vocabulary",
-            )
-
-
-def _other_tokenizer(folder: str) -> str:
-    """The remedy when there is no tokenizer.json, by what the folder holds instead."""
-    for name in ("tokenizer.model", "vocab.json"):
-        if os.path.lexists(os.path.join(folder, name)):
-            return (
-                f"it holds only {name}: convert it once with transformers, "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            )
-    return "download it into the folder"
-
-
-def _named_tokens(file: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The entries `..._token` of a settings file, each a string or an object with `content`."""
-    named: dict[str, str] = {}
-    for key, value in settings.items():
-        if not key.endswith("_token") or key.startswith("add_") or value is None:
-            continue
-        text = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(text, str):
-            raise errors.ModelError(
-                f"{file}: {key}", value, "is neither a string nor an object with 'content'", _AGAIN
-            )
-        named[key] = text
-    return named
-
-
-def _adds_bos(backend: tokenizers.Tokenizer, bos_token: str | None) -> bool:
-    """Whether the post-processor of tokenizer.json puts a BOS in front of a text."""
-    if bos_token is None:
-        return False
-    tokens = backend.encode("a", add_special_tokens=True).tokens
-    return tokens[:1] == [bos_token]
-
-
-def _chat_template(folder: str, file: str, settings: dict[str, Any]) -> str | None:
-    """The template: chat_template.jinja wins over tokenizer_config.json's, as in transformers."""
-    jinja = os.path.join(folder, "chat_template.jinja")
-    if os.path.lexists(jinja):
-        return files.read_text(jinja).removeprefix("\ufeff")
-    template = files.typed(file, settings, "chat_template", (str, list))
-    if not isinstance(template, list):
-        return template
-    named: dict[str, str] = {}
-    for item in template:
-        name = item.get("name") if isinstance(item, dict) else None
-        text = item.get("template") if isinstance(item, dict) else None
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise errors.ModelError(
-                f"{file}: chat_template",
-                item,
-                "is not an object with 'name' and 'template'",
-                _AGAIN,
-            )
-        named[name] = text
-    if "default" not in named:
-        raise errors.ModelError(
-            f"{file}: chat_template",
-            sorted(named),
-            "has no 'default'",
-            "name one of them 'default'",
-        )
-    return named["default"]
-
-
-# ---- GGUF files --------------------------------------------------------------------------------
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3_PATTERN = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _PreTokenizer:
-    """How a byte-level BPE vocabulary cuts text before merging.
-
-    Attributes:
-      pattern: what to cut out; None for the pattern of GPT-2.
-      single_digits: cut every digit off first.
-      ignore_merges: take a whole word that is in the vocabulary, whatever the merges say.
-      nfc: normalise the text to NFC.
-      add_bos: what holds when the file does not say.
-    """
-
-    pattern: str | None = None
-    single_digits: bool = False
-    ignore_merges: bool = False
-    nfc: bool = False
-    add_bos: bool = False
-
-
-_LLAMA3 = _PreTokenizer(pattern=_LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
-_PRE_TOKENIZERS = {
-    "smollm": _PreTokenizer(single_digits=True),
-    "gpt-2": _PreTokenizer(),
-    "default": _PreTokenizer(),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _PreTokenizer(pattern=_QWEN2_PATTERN, nfc=True),
-}
-
-
-class _Vocabulary(NamedTuple):
-    """The token list of a GGUF file."""
-
-    tokens: list[str]
-    types: list[int]
-    ids: dict[str, int]
-
-
-def from_gguf(container: gguf_file.Container) -> Tokenizer:
-    """The tokenizer in the metadata of a GGUF file.
-
-    Raises:
-      ModelError: metadata is missing or damaged, or of a kind that is not known.
-    """
-    model = container.required("tokenizer.ggml.model", str)
-    vocabulary = _vocabulary(container)
-    if model == "gpt2":
-        backend, add_bos = _byte_level(container, vocabulary)
-    elif model == "llama":
-        backend, add_bos = _sentencepiece(container, vocabulary), True
-    else:
-        raise errors.ModelError(
-            f"{container.path}: tokenizer.ggml.model",
-            model,
-            "is a tokenizer that is not read",
-            "known: gpt2, llama; use the model's safetensors folder instead",
-        )
-    _add_tokens(backend, vocabulary)
-    named = {
-        f"{short}_token": _named_id(container, key, vocabulary)
-        for short, key in (
-            ("bos", "bos_token_id"),
-            ("eos", "eos_token_id"),
-            ("unk", "unknown_token_id"),
-            ("pad", "padding_token_id"),
-        )
-    }
-    ends = [_named_id(container, key, vocabulary) for key in ("eot_token_id", "eom_token_id")]
-    special = {name: text for name, text in named.items() if text is not None}
-    stated = container.field("tokenizer.ggml.add_bos_token", bool)
-    if stated is not None:
-        add_bos = stated
-    elif "bos_token" not in special:
-        add_bos = False
-    return build(
-        container.path,
-        backend,
-        special_tokens=special,
-        end_ids=[vocabulary.ids[text] for text in ends if text is not None],
-        add_bos=add_bos,
-        chat_template=container.field("tokenizer.chat_template", str),
-    )
-
-
-def _vocabulary(container: gguf_file.Container) -> _Vocabulary:
-    tokens = container.required("tokenizer.ggml.tokens", list, str)
-    types = container.required("tokenizer.ggml.token_type", list, int)
-    if len(types) != len(tokens):
-        raise errors.ModelError(
-            f"{container.path}: tokenizer.ggml.token_type",
-            len(types),
-            f"types for {len(tokens)} tokens",
-            _AGAIN,
-        )
-    ids = {token: i for i, token in enumerate(tokens)}
-    if len(ids) != len(tokens):
-        raise errors.ModelError(
-            f"{container.path}: tokenizer.ggml.tokens", None, "lists a token twice", _AGAIN
-        )
-    return _Vocabulary(tokens, types, ids)
-
-
-def _named_id(container: gguf_file.Container, key: str, vocabulary: _Vocabulary) -> str | None:
-    """The text of the special token whose id lies under `key`."""
-    token_id = container.field(f"tokenizer.ggml.{key}", int)
-    if token_id is None:
-        return None
-    if not 0 <= token_id < len(vocabulary.tokens):
-        raise errors.ModelError(
-            f"{container.path}: tokenizer.ggml.{key}",
-            token_id,
-            f"is not one of the {len(vocabulary.tokens)} tokens",
-            _AGAIN,
-        )
-    return vocabulary.tokens[token_id]
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Declares the tokens that are found in the text before anything else."""
-    added = [
-        tokenizers.AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
-        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-    # `add_tokens` keeps each token's own `special`; the ids are those of the vocabulary.
-    backend.add_tokens(added)
-
-
-def _byte_level(
-    container: gguf_file.Container, vocabulary: _Vocabulary
-) -> tuple[tokenizers.Tokenizer, bool]:
-    """A byte-level BPE tokenizer, and whether its kind adds a BOS unless told otherwise."""
-    name = container.required("tokenizer.ggml.pre", str)
-    if name not in _PRE_TOKENIZERS:
-        raise errors.ModelError(
-            f"{container.path}: tokenizer.ggml.pre",
-            name,
-            "is a pre-tokenizer that is not known",
-            f"known: {', '.join(_PRE_TOKENIZERS)}; use the model's safetensors folder instead",
-        )
-    pre = _PRE_TOKENIZERS[name]
-    merges = []
-    for line in container.required("tokenizer.ggml.merges", list, str):
-        left, space, right = line.partition(" ")
-        if not (left and space and right):
-            raise errors.ModelError(
-                f"{container.path}: tokenizer.ggml.merges", line, "is not two tokens", _AGAIN
-            )
-        merges.append((left, right))
-    with _backend_errors(container.path):
-        model = tokenizers.models.BPE(vocabulary.ids, merges, ignore_merges=pre.ignore_merges)
-    backend = tokenizers.Tokenizer(model)
-    if pre.nfc:
-        backend.normalizer = tokenizers.normalizers.NFC()
-    backend.pre_tokenizer = _cutter(pre)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return backend, pre.add_bos
-
-
-def _cutter(pre: _PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
-    cutters = tokenizers.pre_tokenizers
-    byte_level = cutters.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None)
-    if pre.pattern is not None:
-        pattern = tokenizers.Regex(pre.pattern)
-        return cutters.Sequence([cutters.Split(pattern, "isolated"), byte_level])
-    if pre.single_digits:
-        return cutters.Sequence([cutters.Digits(individual_digits=True), byte_level])
-    return byte_level
-
-
-def _sentencepiece(container: gguf_file.Container, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """The BPE with byte fallback that cuts text as a scored sentencepiece vocabulary does."""
-    scores = container.required("tokenizer.ggml.scores", list, float)
-    if len(scores) != len(vocabulary.tokens):
-        raise errors.ModelError(
-            f"{container.path}: tokenizer.ggml.scores",
-            len(scores),
-            f"scores for {len(vocabulary.tokens)} tokens",
-            _AGAIN,
-        )
-    unknown = [i for i, kind in enumerate(vocabulary.types) if kind == _UNKNOWN]
-    with _backend_errors(container.path):
-        model = tokenizers.models.BPE(
-            vocabulary.ids,
-            _merges_by_score(vocabulary, scores),
-            unk_token=vocabulary.tokens[unknown[0]] if unknown else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    backend = tokenizers.Tokenizer(model)
-    prefix = container.field("tokenizer.ggml.add_space_prefix", bool) is not False
-    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
-    steps = [normalizers.Prepend("▁")] if prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return backend
-
-
-def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the best score of the result first.
-
-    Sentencepiece joins the neighbours whose join scores best, and of equal ones the leftmost; a
-    merge list in the order of the scores does the same. Pairs that make the same piece need ranks
-    of their own here: with the longest left part first, runs of one character come out alike too.
-    """
-    ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
-    ranked = []
-    for piece, i in ids.items():
-        for cut in range(1, len(piece)):
-            if piece[:cut] in ids and piece[cut:] in ids:
-                ranked.append((scores[i], cut, piece))
-    return [(piece[:cut], piece[cut:]) for _, cut, piece in sorted(ranked, reverse=True)]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from configs import tiny as tiny_config
 from purelora.checkpoint import compatibility, manifest, retention, store
-from purelora.config import schema as config
+from purelora.config import from_dict
 from purelora.core import errors, train_state
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
@@ -703,11 +703,11 @@ def test_settings_that_contradict_each_other(changes: dict[str, Any], message: s
         else:
             section[key] = value
     with pytest.raises(errors.ConfigError, match=message):
-        config.parse(raw)
+        from_dict.parse(raw)
 
 
 def test_settings_that_fit_together() -> None:
     raw = tiny_config.get_config().to_dict()
     raw["eval_steps"] = 20
     raw["checkpoint"].update(keep_best=True, keep_every=30, save_secs=1.5, save_base=True)
-    assert config.parse(raw).checkpoint.keep_every == 30
+    assert from_dict.parse(raw).checkpoint.keep_every == 30

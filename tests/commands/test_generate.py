@@ -22,8 +22,7 @@ from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode
 from purelora.training import compilation
 from purelora.weights import load as weights_load
-from tests.commands import test_train as test_train
-from tests.support import tiny
+from tests.support import runs, tiny
 
 REPO = pathlib.Path(__file__).parents[2]
 CONFIG = builtin.tiny().source.config
@@ -393,7 +392,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path, capsys):
 def a_run(folder: pathlib.Path, *arguments: str) -> str:
     """A finished run of few steps of the tiny model."""
     options = (f"--config.workdir={folder}", "--config.steps=2", *arguments)
-    assert test_train.run(folder, *options) == 0
+    assert runs.run(folder, *options) == 0
     return str(folder)
 
 

@@ -5,7 +5,6 @@ import json
 import pathlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,17 +13,15 @@ import safetensors.numpy
 from purelora.commands import adapters as adapters_command
 from purelora.commands import merge
 from purelora.core import errors, trees
-from purelora.interop import builtin
+from purelora.interop import builtin, merged_model
 from purelora.interop.peft import adapter_sources, algebra, artefact, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
 from purelora.ops import quant
-from purelora.sharding import specs
-from purelora.weights import load as weights_load
-from tests.interop import test_peft_convert as test_artefact
-from tests.support import model_files, tiny
+from tests.support import model_files, tiny, trained_adapters
+from tests.support.loaded_models import loaded, logits
 
-FEATURES = test_artefact.FEATURES | test_artefact.UNTIED
+FEATURES = trained_adapters.FEATURES | trained_adapters.UNTIED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,7 +58,7 @@ class Base:
         """A PEFT folder of an adapter with a feature."""
         settings = tiny.lora_config(**FEATURES[name] | changes)
         m = self.model.adapted(settings)
-        leaves = test_artefact.trained(m, loaded(str(self.path))[1])
+        leaves = trained_adapters.trained(m, loaded(str(self.path))[1])
         known = record.of_model(m, settings, str(self.path))
         adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
         peft_files.write(str(folder), adapter)
@@ -72,21 +69,6 @@ class Base:
 def bases(tmp_path_factory) -> dict[bool, Base]:
     folder = tmp_path_factory.mktemp("bases")
     return {tied: Base(folder, tied) for tied in (True, False)}
-
-
-def loaded(path: str) -> tuple[causal_lm.CausalLM, trees.Tree]:
-    opened = builtin.open_model(path)
-    model = causal_lm.from_hf(opened.source.config, path, dtype="float32")
-    mesh = tiny.mesh()
-    placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
-    return model, weights_load.load(opened.source, model, model.infos, placed).tree
-
-
-def logits(model: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np.ndarray:
-    ids = np.random.default_rng(2).integers(0, 259, (2, 7))
-    kept = {p: leaf for p, leaf in trees.flatten(base).items() if p not in model.adaptation.full}
-    run = jax.jit(lambda t, b: model.logits(t, b, tiny.inputs(ids)))
-    return np.asarray(run(trainable, trees.unflatten(kept)))
 
 
 def adapted_logits(base: Base, adapter: str) -> np.ndarray:
@@ -104,7 +86,7 @@ QUICK = [
         tied,
         marks=[pytest.mark.slow] if name in OTHERS or (tied and "head" not in name) else [],
     )
-    for name, tied in test_artefact.CASES
+    for name, tied in trained_adapters.CASES
 ]
 
 
@@ -122,7 +104,7 @@ def test_merged_is_adapted(bases, tmp_path, name, tied, capsys):
     assert np.abs(want - logits(*(base.model, {}, loaded(str(base.path))[1]))).max() > 1e-2
     untied = tied and name in ("head", "embedding", "dora", "tokens and head")
     assert merged[0].is_tied == (tied and not untied)
-    rows = json.loads((out / merge.REPORT).read_text())
+    rows = json.loads((out / "merge_report.json").read_text())
     assert all(row["kept"] > 0.999 for row in rows)
 
 
@@ -135,7 +117,7 @@ def test_report_says_what_a_narrow_dtype_keeps(bases, tmp_path, capsys):
     arguments = [f"--adapter={adapter}", f"--output={out}", "--dtype=bfloat16"]
     assert merge.main(arguments) == 0
     assert "more than half of the update is rounding" in capsys.readouterr().out
-    rows = json.loads((out / merge.REPORT).read_text())
+    rows = json.loads((out / "merge_report.json").read_text())
     name = rows[0]["module"]
     found = adapter_sources.open_adapter(adapter).modules[name]
     own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{name}.weight"]
@@ -247,13 +229,13 @@ def test_gguf_output_and_its_report(tmp_path, dtype):
     model, tree = loaded(str(tmp_path / "base.gguf"))
     settings = tiny.lora_config(target_modules=("q_proj",), modules_to_save=("norm",))
     m = model.adapted(settings)
-    leaves = test_artefact.trained(m, tree)
+    leaves = trained_adapters.trained(m, tree)
     known = record.of_model(m, settings, str(tmp_path / "base.gguf"))
     adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     peft_files.write(str(tmp_path / "adapter"), adapter)
     out = tmp_path / "merged.gguf"
     options = [f"--adapter={tmp_path / 'adapter'}", f"--output={out}", f"--dtype={dtype}"]
-    form = merge.output_form(merge.Options(output=str(out), dtype=dtype), {})
+    form = merged_model.output_form(dtype, {}, is_gguf=True)
     assert merge.main(options) == 0
     merged = trees.flatten(loaded(str(out))[1])
     want = trees.flatten(tree)
@@ -374,8 +356,8 @@ def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
     base = bases[False]
     adapter = adapter_sources.open_adapter(base.adapter(tmp_path / "a", "plain"))
     opened = builtin.open_model(str(base.path))
-    form = merge.output_form(merge.Options(output="x"), opened.source.config)
-    merged = merge.Merged(
+    form = merged_model.output_form(None, opened.source.config, is_gguf=False)
+    merged = merged_model.MergedModel(
         opened.source, base.model, [(adapter, 1.0)], lambda name, values: values, form
     )
     name = next(iter(adapter.modules))

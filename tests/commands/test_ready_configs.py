@@ -8,9 +8,9 @@ import safetensors.numpy
 
 from purelora.commands import train
 from purelora.config import command_line
-from tests.commands import test_train as test_train
+from tests.support import runs
 
-CONFIGS = test_train.REPO / "configs"
+CONFIGS = runs.REPO / "configs"
 # Devices along `expert` in the mesh of the large run.
 READY = {
     "llama3_1_8b_qlora": 1,
@@ -36,10 +36,10 @@ def test_the_small_variant_trains_and_leaves_an_adapter(name, tmp_path):
     mesh = [f"--config.mesh.expert={expert}"] if expert > 1 else []
     path = f"--config={CONFIGS}/{name}.py:small"
     assert train.main([path, f"--config.workdir={tmp_path / 'run'}", *mesh]) == 0
-    steps = test_train.records(tmp_path / "run", "train")
+    steps = runs.records(tmp_path / "run", "train")
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert all(record["applied"] and record["grad_norm"] > 0 for record in steps)
-    first, last = (record["loss"] for record in test_train.records(tmp_path / "run", "eval"))
+    first, last = (record["loss"] for record in runs.records(tmp_path / "run", "eval"))
     # Random weights know nothing: the loss begins near that of guessing evenly.
     assert last < first < math.log(2048) + 0.2
     assert all((record["router_aux_loss"] is not None) == (expert > 1) for record in steps)

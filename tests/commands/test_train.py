@@ -19,40 +19,16 @@ from purelora.checkpoint import store
 from purelora.commands import train
 from purelora.config import command_line
 from purelora.core import errors
+from purelora.data import batches
 from purelora.data import load as data_load
 from purelora.interop import builtin
 from purelora.models import causal_lm
-from purelora.training import evaluation, log, metrics, setup, signals
+from purelora.training import evaluation, log, metrics, planning, setup, signals
+from tests.support.runs import TINY, bits, built, records, run, saved_state
 
-REPO = pathlib.Path(__file__).parents[2]
-TINY = f"--config={REPO}/configs/tiny.py"
 # Eight virtual devices: the rows of a micro-batch must split over them.
 # Subprocesses see one device, as a user does.
 ENV = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-BASE = ("--config.accum_steps=1", "--config.max_length=64", "--config.data.eval_fraction=0.01")
-
-
-def run(workdir: pathlib.Path, *arguments: str) -> int:
-    return train.main([TINY, f"--config.workdir={workdir}", *BASE, *arguments])
-
-
-def records(workdir: pathlib.Path, kind: str) -> list[dict]:
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def built(workdir: pathlib.Path, *arguments: str):
-    """A run that is ready to go, and its state."""
-    settings = command_line.parse(
-        [TINY, f"--config.workdir={workdir}", *BASE, *arguments], flags=()
-    ).config
-    model, plan = setup.open_and_plan(settings, str)
-    return setup.build(model, plan, str)
-
-
-def saved_state(workdir: pathlib.Path, *arguments: str):
-    """The state in a run's newest checkpoint, through the same path as a resumed run."""
-    return built(workdir, "--config.checkpoint.resume=must", *arguments)[1]
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +68,11 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, extra):
     run(broken, "--config.steps=3", *schedule)
     run(broken, "--config.steps=6", *schedule)
     states = [saved_state(w, "--config.steps=6", *schedule) for w in (whole, broken)]
-    leaves = [jax.tree.map(_bits, state) for state in states]
+    leaves = [jax.tree.map(bits, state) for state in states]
     chex.assert_trees_all_equal(*leaves)
     losses = [[r["loss"] for r in records(w, "train")] for w in (whole, broken)]
     assert losses[0] == losses[1]
     assert [r["step"] for r in records(broken, "train")] == [1, 2, 3, 4, 5, 6]
-
-
-def _bits(leaf):
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def test_a_complete_run_says_so_and_changes_nothing(finished, capsys):
@@ -183,22 +154,21 @@ def test_samples_before_and_after(tmp_path):
     ]  # fmt: skip
 
 
-class _PoisonedRun:
-    """A run whose third batch has a weight so large that the loss overflows."""
+class _PoisonedBatches(batches.Batches):
+    """Batches of which the third has a weight so large that the loss overflows."""
 
-    def __init__(self, real: setup.Run):
-        self._real = real
+    def batch(self, index, own=None):
+        batch = super().batch(index, own)
+        if index == 2:
+            batch.weights[np.unravel_index(batch.weights.argmax(), batch.weights.shape)] = 1e38
+        return batch
 
-    def __getattr__(self, name):
-        return getattr(self._real, name)
 
-    def place(self, batch):
-        self.count = getattr(self, "count", 0) + 1
-        if self.count == 3:
-            weights = batch.weights.copy()
-            weights[np.unravel_index(weights.argmax(), weights.shape)] = 1e38
-            batch = batch._replace(weights=weights)
-        return self._real.place(batch)
+def poisoned(run_: setup.Run) -> setup.Run:
+    real = run_.data.train
+    fields = {field.name: getattr(real, field.name) for field in dataclasses.fields(real)}
+    train_batches = _PoisonedBatches(**fields)
+    return dataclasses.replace(run_, data=run_.data._replace(train=train_batches))
 
 
 @pytest.mark.parametrize("policy", ["abort", "skip"])
@@ -213,9 +183,9 @@ def test_a_batch_that_is_not_finite(tmp_path, policy):
     with signals.catch() as stop, log.reporting(run_, start) as reporter:
         if policy == "abort":
             with pytest.raises(errors.DivergedError, match="step 3: is not finite.*no checkpoint"):
-                train.train(_PoisonedRun(run_), start, reporter, stop)
+                train.train(poisoned(run_), start, reporter, stop)
             return
-        final = train.train(_PoisonedRun(run_), start, reporter, stop)
+        final = train.train(poisoned(run_), start, reporter, stop)
     assert (int(final.step), int(final.updates)) == (5, 4)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(final.trainable))
     steps = records(tmp_path, "train")
@@ -414,7 +384,7 @@ def test_one_compilation_for_a_whole_run(tmp_path, monkeypatch):
     batch = run_.data.train.batch(0)
     shorter = type(batch)(*(np.ascontiguousarray(a[..., :32]) for a in batch))
     with pytest.raises(TypeError, match="compiled"):
-        run_.train_step(final, run_.base, run_.place(shorter))
+        run_.train_step(final, run_.base, jax.device_put(shorter))
 
 
 def test_a_second_start_reads_the_persistent_cache(tmp_path):
@@ -510,24 +480,25 @@ def test_a_prompt_is_tokenised_as_the_training_data_is(tmp_path):
     tokenizer = dataclasses.replace(run_.model.tokenizer, add_bos=True, bos_id=256)
     run_ = dataclasses.replace(run_, model=dataclasses.replace(run_.model, tokenizer=tokenizer))
     plain = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n", add_special_tokens=False).ids
-    assert evaluation.prompt_ids(run_, "Hi")[: len(plain) + 1] == [256, *plain]
+    ids = evaluation.prompt_ids(run_.settings, tokenizer, run_.data.template, "Hi")
+    assert ids[: len(plain) + 1] == [256, *plain]
 
 
 def test_a_changed_config_json_is_noticed_on_resume(finished, monkeypatch):
-    real = setup.plans.make
+    real = planning.make_plan
 
     def other_eps(settings, hf_config, where, devices):
         return real(settings, {**hf_config, "rms_norm_eps": 0.1}, where, devices)
 
-    monkeypatch.setattr(setup.plans, "make", other_eps)
+    monkeypatch.setattr(planning, "make_plan", other_eps)
     with pytest.raises(errors.CheckpointError, match=r"config\.json: rms_norm_eps = 0\.1"):
         run(finished, "--config.steps=10", "--config.checkpoint.save_steps=5")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     holder = (
-        "import pathlib, sys, time; from purelora import reporting; "
-        "reporting._lock(pathlib.Path(sys.argv[1])); print('locked', flush=True); time.sleep(300)"
+        "import pathlib, sys, time; from purelora.training import log; "
+        "log._lock(pathlib.Path(sys.argv[1])); print('locked', flush=True); time.sleep(300)"
     )
     command = [sys.executable, "-c", holder, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENV) as other:

@@ -124,7 +124,7 @@ def test_every_epoch_is_a_permutation_of_its_own(batch_size, accum_steps, pack):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_resuming_sees_what_the_unbroken_run_sees(shuffle):
-    """B33: 10 records, batches of 2, stopped at step 7, in the second epoch."""
+    """10 records, batches of 2, stopped at step 7, in the second epoch."""
     made = numbered([4] * 10)
     unbroken = make(made, pack=False, shuffle=shuffle)
     seen = [ids_at(unbroken, step) for step in range(15)]

@@ -78,7 +78,7 @@ def test_tool_messages_and_tools_are_not_supervised():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_mask_decodes_to_the_turns(name):
-    """The kind of B11: stock templates have no marker, and yet every turn has its targets."""
+    """Stock templates have no marker, and yet every turn has its targets."""
     tokenizer = make_tokenizer(TEMPLATES[name], add_bos=True)
     example = encoder(tokenizer).encode(chat_record()).example
     turns = np.split(np.flatnonzero(example.supervised), breaks(example.supervised))

@@ -33,7 +33,7 @@ def text(content, line=1):
     return records.Text(f"train.jsonl:{line}", content)
 
 
-# One BOS (B10) ----------------------------------------------------------------------------------
+# One BOS ----------------------------------------------------------------------------------------
 
 BOS_CASES = {
     "template has it, tokenizer adds it": (LLAMA3, True, chat_record(), 1),
@@ -60,7 +60,7 @@ def test_exactly_one_bos(name, task):
     assert example.supervised.dtype == np.bool_
 
 
-# EOS (B07, B08) ---------------------------------------------------------------------------------
+# EOS --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pad_token", [None, "</s>"])
@@ -134,7 +134,7 @@ def test_chat_without_template_is_an_error():
         encoder(make_tokenizer()).encode(chat_record())
 
 
-# Lengths, empty masks (B06) ---------------------------------------------------------------------
+# Lengths, empty masks ---------------------------------------------------------------------------
 
 
 def build(made, tokenizer, *, max_length=64, too_long="drop", **options):

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.formats import mxfp4, source
-from purelora.interop import builtin
+from purelora.interop import builtin, merged_model
 from purelora.models import causal_lm
 from purelora.weights import hf_folder, hf_write
 from purelora.weights import load as weights_load
-from tests.support import tiny
-from tests.weights import test_hf_layout_of_experts as test_storage
+from tests.support import expert_files, tiny
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64}
 QUANTISED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
@@ -92,8 +90,8 @@ def folder(path: pathlib.Path, arrays: dict[str, np.ndarray], **more: Any) -> st
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, np.ndarray]:
     m = tiny.model("gpt_oss", num_hidden_layers=2, layer_types=None, **SIZES)
-    leaves = test_storage.stacks(m, ml_dtypes.bfloat16)
-    return packed(test_storage.in_files(leaves, "gpt_oss", "interleaved"))
+    leaves = expert_files.stacks(m, ml_dtypes.bfloat16)
+    return packed(expert_files.in_files(leaves, "gpt_oss", "interleaved"))
 
 
 def test_a_packed_folder_is_the_folder_of_its_values(tensors, tmp_path):
@@ -111,13 +109,13 @@ def test_a_packed_folder_is_the_folder_of_its_values(tensors, tmp_path):
     loaded = []
     for opened in (one, other):
         m = causal_lm.from_hf(opened.config, "config.json", dtype="float32")
-        placed = test_storage.shardings(m, m.infos, tiny.mesh(), None)
+        placed = expert_files.shardings(m, m.infos, tiny.mesh(), None)
         loaded.append(weights_load.load(opened, m, m.infos, placed))
     chex.assert_trees_all_equal(loaded[0].tree, loaded[1].tree)
     assert loaded[0].fingerprint == loaded[1].fingerprint
 
-    form = merge.output_form(merge.Options(output="x", dtype="bfloat16"), one.config)
-    merged = merge.Merged(one, m, [], merge._as_is, form)
+    form = merged_model.output_form("bfloat16", one.config, is_gguf=False)
+    merged = merged_model.MergedModel(one, m, [], merged_model.original_values, form)
     files = hf_write.tokenizer_files(builtin.tiny().tokenizer)
     hf_write.write_folder(
         str(tmp_path / "out"), merged.config(), merged.tensors(), companions=files
@@ -143,7 +141,7 @@ def test_one_expert_is_read_at_a_time(tensors):
     """Of a base whose fingerprint is known, no tensor is ever whole."""
     m = tiny.model("gpt_oss", num_hidden_layers=2, layer_types=None, **SIZES)
     floats = unpacked(tensors)
-    placed = test_storage.shardings(m, m.infos, tiny.mesh(), None)
+    placed = expert_files.shardings(m, m.infos, tiny.mesh(), None)
     found = weights_load.load(Watched("memory", {}, floats, "known"), m, m.infos, placed)
     leaf = np.asarray(trees.flatten(found.tree)["layers.mlp.experts.up_proj.weight"])
     wanted = floats["model.layers.1.mlp.experts.gate_up_proj"][3, :, 1::2]
@@ -159,7 +157,7 @@ def test_what_is_not_whole_or_of_another_family_is_named(tensors, tmp_path):
     gone = {n: array for n, array in tensors.items() if n != f"{name}_scales"}
     opened = hf_folder.open_folder(folder(tmp_path / "gone", gone, **QUANTISED))
     m = causal_lm.from_hf(opened.config, "config.json", dtype="float32")
-    placed = test_storage.shardings(m, m.infos, tiny.mesh(), None)
+    placed = expert_files.shardings(m, m.infos, tiny.mesh(), None)
     with pytest.raises(errors.ModelError, match=rf"holds no tensor '{name}'"):
         weights_load.load(opened, m, m.infos, placed)
     other = QUANTISED | {"architectures": ["LlamaForCausalLM"]}

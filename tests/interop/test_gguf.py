@@ -15,6 +15,7 @@ from purelora.core import errors
 from purelora.formats import gguf_file, source
 from purelora.interop import builtin
 from purelora.interop.gguf import read as gguf_read
+from purelora.interop.gguf import rope_scaling
 from purelora.models import causal_lm
 from tests.support import model_files, tiny
 
@@ -474,7 +475,9 @@ def test_llama3_factors_equal_transformers():
     )
     frequencies, _ = modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-np.arange(0, 64, 2) / 64)
-    ours = gguf_read.llama3_factors(2 * np.pi / plain, factor=8.0, low=1.0, high=4.0, context=8192)
+    ours = rope_scaling.llama3_factors(
+        2 * np.pi / plain, factor=8.0, low=1.0, high=4.0, context=8192
+    )
     np.testing.assert_allclose(plain / ours, frequencies.numpy(), rtol=1e-6)
 
 

@@ -19,8 +19,7 @@ from purelora.models import causal_lm, decode
 from purelora.sharding import specs
 from purelora.weights import hf_folder
 from purelora.weights import load as weights_load
-from tests.support import model_files, tiny
-from tests.weights import test_oracles as test_oracles
+from tests.support import model_files, oracle_values, tiny
 
 EPS = 2.0**-20  # The same in the float32 of a GGUF file.
 
@@ -114,7 +113,7 @@ def test_logits_are_those_of_the_folder(tmp_path):
     ids = tiny.tokens(1)[0].tolist()
     with tiny.quick_compiles():
         ours, wanted = (
-            test_oracles.logits_of(*loaded(found), ids)
+            oracle_values.logits_of(*loaded(found), ids)
             for found in (
                 gguf_read.open_file(str(tmp_path / "a.gguf")),
                 hf_folder.open_folder(str(tmp_path)),
@@ -147,7 +146,7 @@ def test_transformers_computes_the_same(tmp_path):
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0].numpy()
     with tiny.quick_compiles():
-        ours = test_oracles.logits_of(*loaded(found), ids)
+        ours = oracle_values.logits_of(*loaded(found), ids)
     np.testing.assert_allclose(ours, wanted, atol=2e-4)
 
 
@@ -185,7 +184,7 @@ def test_settings_that_cannot_be_used(tmp_path, changes, message):
 
 # ---- the real model ----------------------------------------------------------------------------
 
-ORACLE = json.loads((test_oracles.ORACLES / "gemma3_270m.json").read_text(encoding="utf-8"))
+ORACLE = json.loads((oracle_values.ORACLES / "gemma3_270m.json").read_text(encoding="utf-8"))
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 VARIABLE = "PURELORA_GEMMA3_GGUF"
 HOW = (
@@ -220,7 +219,7 @@ def test_gemma3_tokens(gemma3):
 def test_gemma3_paragraph_nll(gemma3):
     model, base, _ = gemma3
     ids = ORACLE["para"]["ids"]
-    found = test_oracles.nll_of(test_oracles.logits_of(model, base, ids), ids)
+    found = oracle_values.nll_of(oracle_values.logits_of(model, base, ids), ids)
     assert found.mean() == pytest.approx(2.289552, abs=2e-3)
     np.testing.assert_allclose(found[:5], ORACLE["para"]["first5_nll"], atol=2e-3)
 
@@ -229,7 +228,7 @@ def test_gemma3_paragraph_nll(gemma3):
 def test_gemma3_greedy_ids(gemma3):
     model, base, _ = gemma3
     plain = ORACLE["plain"]
-    first = test_oracles.logits_of(model, base, plain["prompt_ids"])[-1]
+    first = oracle_values.logits_of(model, base, plain["prompt_ids"])[-1]
     np.testing.assert_allclose(first[plain["top5_ids"]], plain["top5_logits"], atol=1e-2)
     found = decode.complete(
         model, {}, base, [plain["prompt_ids"]], end_ids=(), max_new_tokens=20, dtype=jnp.float32

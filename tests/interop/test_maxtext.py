@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tokenizers
 
-from purelora.commands import estimate, export, generate, merge
+from purelora.commands import export, generate, merge
 from purelora.core import errors, trees
 from purelora.formats import array_store, source
 from purelora.interop import builtin, open_model
@@ -25,8 +25,7 @@ from purelora.interop.maxtext import read as maxtext_read
 from purelora.interop.peft import adapter_sources, attach
 from purelora.models import causal_lm
 from purelora.sharding import layer_axis
-from tests.commands import test_train as test_train
-from tests.support import tiny
+from tests.support import runs, tiny
 
 DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "maxtext"
 BASES = (
@@ -409,7 +408,7 @@ def warm_run(tmp_path_factory, hf_folder) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("run")
     rows = [json.dumps({"text": ALPHABET[i:] + ALPHABET[:i]}) for i in range(16)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
-    status = test_train.run(
+    status = runs.run(
         folder / "run",
         f"--config.model.path={DATA / 'llama-axis0'}",
         f"--config.model.hf_folder={hf_folder}",
@@ -465,7 +464,7 @@ def test_what_is_missing_or_too_much_is_said(tmp_path, hf_folder):
         open_model.open_model("tiny", hf_folder=hf_folder)
     with pytest.raises(errors.ModelError, match="has no config.json; give the folder of"):
         open_model.open_model(path, hf_folder=str(tmp_path))
-    assert estimate.open_config(path, hf_folder) == opened_config("llama-axis0")
+    assert open_model.open_config(path, hf_folder) == opened_config("llama-axis0")
     with pytest.raises(errors.ModelError, match="holds adapters without their base; give it as"):
         open_model.open_model(str(DATA / "llama-adapters"), hf_folder=hf_folder)
 

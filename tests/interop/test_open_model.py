@@ -3,7 +3,7 @@
 import pytest
 
 from purelora.core import errors
-from tests.commands import test_train as test_train
+from tests.support import runs
 
 NO_EVAL = "--config.data.eval_fraction=0"
 SAVED = ("--config.steps=1", NO_EVAL, "--config.checkpoint.save_base=True")
@@ -17,22 +17,22 @@ SAVED = ("--config.steps=1", NO_EVAL, "--config.checkpoint.save_base=True")
     ],
 )
 def test_a_base_that_is_not_whole_is_refused_with_the_reason(tmp_path, option, message):
-    assert test_train.run(tmp_path / "one", f"--config.{option}", *SAVED) == 0
+    assert runs.run(tmp_path / "one", f"--config.{option}", *SAVED) == 0
     on_top = (f"--config.model.path={tmp_path / 'one'}", "--config.steps=1", NO_EVAL)
     with pytest.raises(errors.CheckpointError, match=message) as caught:
-        test_train.run(tmp_path / "two", *on_top)
+        runs.run(tmp_path / "two", *on_top)
     assert "set model.path=tiny" in str(caught.value)
     assert not (tmp_path / "two").exists()
 
 
 def test_the_remedy_works(tmp_path):
     option = "--config.lora.modules_to_save=norm"
-    assert test_train.run(tmp_path / "one", option, *SAVED) == 0
+    assert runs.run(tmp_path / "one", option, *SAVED) == 0
     warm = (option, f"--config.init_adapter={tmp_path / 'one'}", "--config.steps=1", NO_EVAL)
-    assert test_train.run(tmp_path / "two", *warm) == 0
+    assert runs.run(tmp_path / "two", *warm) == 0
 
 
 def test_a_run_without_its_base_is_refused_with_the_remedy(tmp_path):
-    assert test_train.run(tmp_path / "one", "--config.steps=1", NO_EVAL) == 0
+    assert runs.run(tmp_path / "one", "--config.steps=1", NO_EVAL) == 0
     with pytest.raises(errors.CheckpointError, match="holds adapters without their base; set"):
-        test_train.run(tmp_path / "two", f"--config.model.path={tmp_path / 'one'}", NO_EVAL)
+        runs.run(tmp_path / "two", f"--config.model.path={tmp_path / 'one'}", NO_EVAL)

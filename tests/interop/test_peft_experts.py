@@ -25,11 +25,9 @@ from purelora.interop.peft import (
 from purelora.interop.peft import files as peft_files
 from purelora.lora import targets
 from purelora.models import causal_lm
-from tests.commands import test_merge as test_merge
-from tests.lora.test_experts import EXPERTS, lora_masked
-from tests.support import model_files, tiny
+from tests.support import expert_files, loaded_models, model_files, tiny
 from tests.support import peft_folders as pf
-from tests.weights import test_hf_layout_of_experts as test_storage
+from tests.support.expert_adapters import EXPERTS, lora_masked
 
 FAMILY, VOCAB = "qwen3_moe", 259
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2}
@@ -114,7 +112,7 @@ def base(request, tmp_path_factory) -> pathlib.Path:
     """A model folder in each layout."""
     folder = tmp_path_factory.mktemp(request.param)
     m = tiny.model(FAMILY, **SIZES)
-    arrays = test_storage.in_files(test_storage.stacks(m), FAMILY, request.param)
+    arrays = expert_files.in_files(expert_files.stacks(m), FAMILY, request.param)
     model_files.write_hf(folder, arrays, tiny.hf_config(FAMILY, **SIZES))
     return folder
 
@@ -122,17 +120,17 @@ def base(request, tmp_path_factory) -> pathlib.Path:
 def test_merged_is_adapted(base, tmp_path, capsys):
     """In either layout; the report has one line for all experts of a layer."""
     _, host, adapter = adapted("router")
-    model, weights = test_merge.loaded(str(base))
+    model, weights = loaded_models.loaded(str(base))
     attached = attach.attach(adapter, model, base_fingerprint=None)
     peft_files.write(str(tmp_path / "a"), dataclasses.replace(adapter, base_fingerprint=None))
     out = tmp_path / "merged"
     arguments = [f"--adapter={tmp_path / 'a'}", f"--model={base}", f"--output={out}"]
     assert merge.main(arguments) == 0
     assert capsys.readouterr().out.count("experts.down_proj") == 2
-    want = test_merge.logits(attached.model, attached.trainable, weights)
-    merged, whole = test_merge.loaded(str(out))
-    np.testing.assert_allclose(test_merge.logits(merged, {}, whole), want, rtol=0, atol=1e-4)
-    assert np.abs(want - test_merge.logits(model, {}, weights)).max() > 1e-2
+    want = loaded_models.logits(attached.model, attached.trainable, weights)
+    merged, whole = loaded_models.loaded(str(out))
+    np.testing.assert_allclose(loaded_models.logits(merged, {}, whole), want, rtol=0, atol=1e-4)
+    assert np.abs(want - loaded_models.logits(model, {}, weights)).max() > 1e-2
     one, other = (safetensors.numpy.load_file(f / "model.safetensors") for f in (base, out))
     changed = {name for name in one if not np.array_equal(one[name], other[name])}
     assert one.keys() == other.keys()

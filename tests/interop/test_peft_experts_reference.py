@@ -12,16 +12,16 @@ import safetensors.numpy
 from purelora.core import trees
 from purelora.interop.peft import adapter_sources, artefact, attach, record, unroll
 from purelora.interop.peft import files as peft_files
-from tests.lora.test_experts import lora_masked
-from tests.models import test_families_reference as reference
-from tests.support import tiny
+from tests.support import reference_models, tiny
+from tests.support.expert_adapters import lora_masked
+from tests.support.reference_models import Made, their_logits
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-made = reference.made
+made = reference_models.made
 MIXTURES = pytest.mark.parametrize(
     "made", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe", "gpt_oss"], indirect=True
 )
@@ -41,15 +41,15 @@ def _quick_compiles():
         yield
 
 
-def theirs(made: reference.Made) -> Any:
+def theirs(made: Made) -> Any:
     return type(made.theirs).from_pretrained(str(made.folder), attn_implementation="eager")
 
 
-def config_of(made: reference.Made) -> Any:
+def config_of(made: Made) -> Any:
     return json.loads((made.folder / "config.json").read_text())
 
 
-def renamed(options: dict[str, Any], made: reference.Made) -> dict[str, Any]:
+def renamed(options: dict[str, Any], made: Made) -> dict[str, Any]:
     """The options with the name that the family's router has."""
     name = "router" if made.model.is_interleaved else "gate"
     names = {"gate": name, "mlp.gate.weight": f"mlp.{name}.weight"}
@@ -61,13 +61,13 @@ def renamed(options: dict[str, Any], made: reference.Made) -> dict[str, Any]:
     }
 
 
-def our_logits(made: reference.Made, folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+def our_logits(made: Made, folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     adapter = adapter_sources.open_adapter(str(folder), config_of(made))
     attached = attach.attach(adapter, made.model, base_fingerprint=None)
     return logits(attached.model, attached.trainable, made, tokens)
 
 
-def logits(m: Any, trainable: trees.Tree, made: reference.Made, tokens: np.ndarray) -> np.ndarray:
+def logits(m: Any, trainable: trees.Tree, made: Made, tokens: np.ndarray) -> np.ndarray:
     """Logits on the base, whose leaves that are trained whole are left out."""
     flat = trees.flatten(made.base)
     frozen = trees.unflatten({p: flat[p] for p in flat if p not in m.adaptation.full})
@@ -75,9 +75,9 @@ def logits(m: Any, trainable: trees.Tree, made: reference.Made, tokens: np.ndarr
     return np.asarray(run(trainable, frozen, tiny.inputs(tokens)))
 
 
-def assert_same(got: np.ndarray, want: np.ndarray, made: reference.Made, tokens: np.ndarray):
+def assert_same(got: np.ndarray, want: np.ndarray, made: Made, tokens: np.ndarray):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-    assert np.abs(want - reference.their_logits(made.theirs, tokens)).max() > 0.05
+    assert np.abs(want - their_logits(made.theirs, tokens)).max() > 0.05
 
 
 OF_PEFT = {
@@ -112,13 +112,13 @@ def test_made_by_peft(made, name, tmp_path):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
     adapted.save_pretrained(str(tmp_path / "theirs"))
     tokens = tiny.tokens(2, 12)
-    want = reference.their_logits(adapted, tokens)
+    want = their_logits(adapted, tokens)
     assert_same(our_logits(made, tmp_path / "theirs", tokens), want, made, tokens)
     read = adapter_sources.open_adapter(str(tmp_path / "theirs"), config_of(made))
     peft_files.write(str(tmp_path / "ours"), read)
     artefact.check_equal(peft_files.read(str(tmp_path / "ours")), read)
     again = peft.PeftModel.from_pretrained(theirs(made), str(tmp_path / "ours"))
-    assert_same(reference.their_logits(again, tokens), want, made, tokens)
+    assert_same(their_logits(again, tokens), want, made, tokens)
 
 
 OURS = {
@@ -158,7 +158,7 @@ def test_made_here(made, name, tmp_path):
     again = peft.PeftModel.from_pretrained(theirs(made), str(tmp_path / "a"))
     tokens = tiny.tokens(2, 12)
     got = logits(m, adapters, made, tokens)
-    assert_same(got, reference.their_logits(again, tokens), made, tokens)
+    assert_same(got, their_logits(again, tokens), made, tokens)
 
 
 @pytest.mark.parametrize("made", ["mixtral", "qwen3_moe"], indirect=True)
@@ -185,5 +185,5 @@ def test_of_the_older_layout(made, tmp_path):
     safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
     again = peft.PeftModel.from_pretrained(theirs(made), str(tmp_path))
     tokens = tiny.tokens(2, 12)
-    want = reference.their_logits(again, tokens)
+    want = their_logits(again, tokens)
     assert_same(our_logits(made, tmp_path, tokens), want, made, tokens)

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from purelora.config import command_line, schema
+from purelora.config import checks, command_line, schema
 from purelora.core import errors, param_info, trees
 from purelora.lora import adapters as lora
 from purelora.models import stacks
-from purelora.training import plan as plans
+from purelora.training import plan_report, planning
 from tests.support import families, tiny
+from tests.support.expert_adapters import EXPERTS, lora_masked
 
-EXPERTS = tuple(f"layers.mlp.experts.{name}_proj" for name in ("gate", "up", "down"))
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
@@ -89,7 +89,7 @@ def test_experts_by_name_by_parameter_and_by_layer():
     with pytest.raises(errors.ConfigError, match=r"target_modules = \(\): is empty"):
         settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
         empty = dataclasses.replace(settings.lora, target_modules=())
-        raise errors.ConfigError.of(schema.check(dataclasses.replace(settings, lora=empty)))
+        raise errors.ConfigError.of(checks.check(dataclasses.replace(settings, lora=empty)))
 
 
 def test_shapes_axes_draws_and_counts():
@@ -143,17 +143,6 @@ def test_adapters_are_what_they_add_to_the_weights(family):
     np.testing.assert_array_equal(run(m, fresh, base), run(bare, {}, base))
 
 
-def lora_masked(adapters, m):
-    """Zero where a rank is smaller than what is stored, as initial values and gradients are."""
-    flat = trees.flatten(adapters)
-    for path, target in m.adaptation.targets.items():
-        for position, r in enumerate(target.ranks):
-            a, b = f"{path}.lora_a", f"{path}.lora_b"
-            flat[a] = flat[a].at[position, ..., r:].set(0)
-            flat[b] = flat[b].at[position, ..., r:, :].set(0)
-    return trees.unflatten(flat)
-
-
 def test_padding_of_ranks_begins_at_zero():
     m = tiny.with_lora(
         tiny.model("mixtral"), ("down_proj",), rank_pattern={"layers.1.mlp.experts.down_proj": 2}
@@ -187,8 +176,8 @@ def described(quant: schema.QuantConfig, **changes) -> str:
     settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     lora_settings = dataclasses.replace(settings.lora, **changes)
     settings = dataclasses.replace(settings, quant=quant, lora=lora_settings)
-    made = plans.make(settings, tiny.hf_config("mixtral"), "config.json", jax.devices()[:1])
-    return f"{made.describe_targets()}\n{made.describe_base()}"
+    made = planning.make_plan(settings, tiny.hf_config("mixtral"), "config.json", jax.devices()[:1])
+    return f"{plan_report.describe_targets(made)}\n{plan_report.describe_base(made)}"
 
 
 NO_QUANT = schema.QuantConfig("none", None, ())

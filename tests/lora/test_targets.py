@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from purelora.config import command_line, schema
+from purelora.config import checks, command_line, schema
 from purelora.core import errors, param_info, trees
 from purelora.interop import builtin
 from purelora.lora import adapters, targets, weight_init
 from purelora.lora.kinds import dora
 from purelora.sharding import parallel
-from purelora.training import optimisers
-from purelora.training import plan as plans
+from purelora.training import optimisers, plan_report, planning
 from tests.support import tiny
 
 
@@ -34,7 +33,7 @@ def per_module(found: targets.Adaptation) -> dict[str, tuple[int, float]]:
 
 
 def test_patterns_give_each_module_its_own_rank_and_scaling():
-    """B17: r=8, alpha=16, k_proj of rank 4, v_proj of alpha 32: scalings 2, 4, 4."""
+    """r=8, alpha=16, k_proj of rank 4, v_proj of alpha 32: scalings 2, 4, 4."""
     found = per_module(
         adaptation(
             r=8,
@@ -60,7 +59,7 @@ def test_the_first_key_that_matches_counts_and_only_from_a_dot_on():
 
 
 def test_rslora_scales_by_the_root_of_the_rank():
-    """B18: r=16, alpha=16 is 4, and not 1."""
+    """r=16, alpha=16 is 4, and not 1."""
     found = adaptation(r=16, lora_alpha=16.0, use_rslora=True, rank_pattern={"k_proj": 4})
     scalings = per_module(found)
     assert scalings["0.self_attn.q_proj"] == (16, 4.0)
@@ -238,8 +237,8 @@ def test_the_reported_share_counts_parameters_and_not_codes():
     shares = set()
     for qtype in ("none", "int8", "nf4"):
         changed = dataclasses.replace(settings, quant=schema.QuantConfig(qtype, None, ()))
-        made = plans.make(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
-        shares.add(made.describe_targets().rpartition(": ")[2])
+        made = planning.make_plan(changed, builtin.tiny().source.config, "tiny", jax.devices()[:1])
+        shares.add(plan_report.describe_targets(made).rpartition(": ")[2])
     total = trees.count(jax.tree.map(lambda leaf: leaf.abstract, made.model.infos)) + 8192
     assert shares == {f"8,192 of {total:,} parameters trained ({8192 / total:.3%})"}
 
@@ -248,5 +247,5 @@ def test_a_pattern_is_checked_as_it_is_used():
     changes = {"rank_pattern": {"(?i)Q_PROJ": 2}}
     settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     lora_settings = dataclasses.replace(settings.lora, **changes)
-    found = schema.check(dataclasses.replace(settings, lora=lora_settings))
+    found = checks.check(dataclasses.replace(settings, lora=lora_settings))
     assert [(p.where, p.value) for p in found] == [("lora.rank_pattern", "(?i)Q_PROJ")]

@@ -15,11 +15,16 @@ from purelora.core.batch import Inputs
 from purelora.interop.peft import adapter_sources, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, hf_config
-from tests.commands import test_merge as test_merge
-from tests.interop import test_peft_convert as test_artefact
-from tests.support import families, model_files, plain, tiny
+from tests.support import (
+    families,
+    loaded_models,
+    model_files,
+    plain,
+    plain_step,
+    tiny,
+    trained_adapters,
+)
 from tests.support.tiny import Case
-from tests.training import test_step as test_step
 
 
 def some(*names: str) -> list[Any]:
@@ -150,7 +155,7 @@ def test_a_step_on_a_mesh_is_the_plain_gradient(name):
     """Loss and gradients of adapters, over tensor and fsdp, from a quantised base."""
     depth = 3 if name == "gemma3" else 2
     case = Case("int8", head=True, family=name, layers=depth, fsdp=2, tensor=2, accum=2)
-    test_step.assert_is_reference(case, tiny.flat_batch())
+    plain_step.assert_is_reference(case, tiny.flat_batch())
 
 
 @pytest.mark.parametrize("name", [*some("gemma4"), "gemma4 with shared keys"])
@@ -160,8 +165,8 @@ def test_groups_of_layers_train_alike_on_a_mesh(name):
     changes |= {"vocab_size_per_layer_input": 64}
     depth = tiny.model(name).config.num_hidden_layers
     one = Case("int8", family=name, layers=depth, model=tuple(changes.items()))
-    wanted, _ = test_step.one_step(one, tiny.flat_batch())
-    got, _ = test_step.one_step(dataclasses.replace(one, tensor=2, fsdp=2), tiny.flat_batch())
+    wanted, _ = plain_step.one_step(one, tiny.flat_batch())
+    got, _ = plain_step.one_step(dataclasses.replace(one, tensor=2, fsdp=2), tiny.flat_batch())
     assert_close_in_size(got, wanted)
 
 
@@ -169,8 +174,8 @@ def test_norms_of_heads_train_alike_on_a_mesh():
     """Every device has some of the heads, which all share the norms' weights."""
     whole = (("modules_to_save", ("q_norm", "k_norm")), ("target_modules", ("q_proj",)))
     one = Case(family="qwen3", layers=1, changes=whole)
-    wanted, _ = test_step.one_step(one, tiny.flat_batch())
-    got, _ = test_step.one_step(dataclasses.replace(one, tensor=2), tiny.flat_batch())
+    wanted, _ = plain_step.one_step(one, tiny.flat_batch())
+    got, _ = plain_step.one_step(dataclasses.replace(one, tensor=2), tiny.flat_batch())
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
 
 
@@ -255,11 +260,11 @@ def test_folders_in_and_out(name, tmp_path, capsys):
     model_files.write_hf(tmp_path / "base", arrays, config)
     settings = tiny.lora_config(target_modules="all-linear", rank_pattern={"k_proj": 2})
     m = plain_model.adapted(settings)
-    leaves = test_artefact.trained(m, {})
+    leaves = trained_adapters.trained(m, {})
     known = record.of_model(m, settings, str(tmp_path / "base"))
     adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     peft_files.write(str(tmp_path / "adapter"), adapter)
-    model, base = test_merge.loaded(str(tmp_path / "base"))
+    model, base = loaded_models.loaded(str(tmp_path / "base"))
     read = adapter_sources.open_adapter(str(tmp_path / "adapter"))
     found = attach.attach(read, model, base_fingerprint=None)
     chex.assert_trees_all_equal(trees.flatten(found.trainable), leaves)
@@ -267,11 +272,11 @@ def test_folders_in_and_out(name, tmp_path, capsys):
     out = tmp_path / "merged"
     assert merge.main([f"--adapter={tmp_path / 'adapter'}", f"--output={out}"]) == 0
     capsys.readouterr()
-    want = test_merge.logits(found.model, found.trainable, base)
-    merged, weights = test_merge.loaded(str(out))
+    want = loaded_models.logits(found.model, found.trainable, base)
+    merged, weights = loaded_models.loaded(str(out))
     assert merged.config == model.config
-    np.testing.assert_allclose(test_merge.logits(merged, {}, weights), want, rtol=0, atol=1e-4)
-    assert np.abs(want - test_merge.logits(model, {}, base)).max() > 1e-2
+    np.testing.assert_allclose(loaded_models.logits(merged, {}, weights), want, rtol=0, atol=1e-4)
+    assert np.abs(want - loaded_models.logits(model, {}, base)).max() > 1e-2
 
 
 # ---- fields ------------------------------------------------------------------------------------

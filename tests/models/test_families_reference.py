@@ -1,8 +1,7 @@
 """Every family against transformers and peft, from checkpoints that these have made."""
 
 import json
-import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,74 +15,23 @@ from purelora.interop import open_model
 from purelora.interop.peft import adapter_sources, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode, moe
-from purelora.sharding import parallel, specs
+from purelora.sharding import parallel
 from purelora.weights import hf_folder, hf_write
-from purelora.weights import load as weights_load
-from tests.support import families, tiny
+from tests.support import reference_models, tiny
+from tests.support.reference_models import LENGTH, their_logits
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-LENGTH = 24
+made = reference_models.made
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compiles():
     with tiny.quick_compiles():
         yield
-
-
-class Made(NamedTuple):
-    """A checkpoint, the model of transformers that is in it, and ours."""
-
-    folder: pathlib.Path
-    theirs: Any
-    model: causal_lm.CausalLM
-    base: trees.Tree
-
-
-@pytest.fixture(scope="module", params=families.CONFIGS)
-def made(request, tmp_path_factory) -> Made:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = tiny.hf_config(request.param)
-    transformers_config = transformers.AutoConfig.for_model(**config)
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers_config, attn_implementation="eager"
-    ).eval()
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            noise = torch.randn(parameter.shape, generator=draw)
-            if name.endswith("q_norm.weight") and theirs.config.model_type == "gemma4_text":
-                parameter *= parameter.shape[0] ** -0.5  # The factor of the scores is in here.
-            # Norms near what they begin with; weights that keep the activations' size.
-            size = parameter.abs().mean() if parameter.any() else 1.0
-            parameter += 0.1 * noise * size if parameter.ndim == 1 else 0.0
-            if name.endswith("sinks"):
-                parameter.copy_(noise)
-            if parameter.ndim > 1:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-        for name, buffer in theirs.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer += 0.2 * torch.randn(buffer.shape, generator=draw)
-    theirs.save_pretrained(folder)
-    return Made(folder, theirs, *loaded(folder))
-
-
-def loaded(folder: pathlib.Path) -> tuple[causal_lm.CausalLM, trees.Tree]:
-    source = hf_folder.open_folder(str(folder))
-    model = causal_lm.from_hf(source.config, str(folder), dtype="float32")
-    mesh = tiny.mesh()
-    placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
-    return model, weights_load.load(source, model, model.infos, placed).tree
-
-
-def their_logits(theirs: Any, tokens: np.ndarray, **more: np.ndarray) -> np.ndarray:
-    given = {name: torch.tensor(array).long() for name, array in more.items()}
-    with torch.no_grad():
-        return theirs(torch.tensor(tokens).long(), **given).logits.numpy()
 
 
 def test_the_file_as_first_written_is_the_same_model(made, request):
@@ -146,7 +94,7 @@ def test_written_as_read(made, tmp_path):
     for name in first.shapes():
         array = stacks.read(name).array
         assert array.tobytes() == first.read(name).array.tobytes(), name
-        tensors[name] = safetensors_file.spec_of(array)
+        tensors[name] = safetensors_file.LazyTensor.of(array)
     hf_write.write_folder(str(tmp_path / "a"), config, tensors, companions={})
     again = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path / "a"), attn_implementation="eager"

@@ -12,10 +12,8 @@ from purelora.interop import builtin
 from purelora.interop.peft import adapter_sources, algebra, artefact, attach
 from purelora.interop.peft import files as peft_files
 from purelora.sharding import collectives, rules, specs
-from tests.commands import test_merge as test_merge
-from tests.support import model_files, tiny
+from tests.support import expert_files, loaded_models, model_files, tiny
 from tests.support import peft_folders as pf
-from tests.weights import test_hf_layout_of_experts as test_storage
 
 SIZES = {"vocab_size": 259, "num_hidden_layers": 2, "layer_types": None}
 R, E, D, F = 3, 5, 32, 20
@@ -37,7 +35,7 @@ def config() -> dict[str, Any]:
 def base(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("base")
     m = tiny.model("gpt_oss", **SIZES)
-    arrays = test_storage.in_files(test_storage.stacks(m), "gpt_oss", "interleaved")
+    arrays = expert_files.in_files(expert_files.stacks(m), "gpt_oss", "interleaved")
     model_files.write_hf(folder, arrays, config())
     return folder
 
@@ -136,7 +134,7 @@ def test_random_weights_of_a_published_config(tmp_path):
     more = {"quantization_config": {"quant_method": "mxfp4"}, "experts_per_token": 2}
     model_files.write_json(tmp_path / "config.json", config() | more)
     opened = builtin.open_model(f"random:{tmp_path / 'config.json'}")
-    _, weights = test_merge.loaded(f"random:{tmp_path / 'config.json'}")
+    _, weights = loaded_models.loaded(f"random:{tmp_path / 'config.json'}")
     assert opened.source.shapes() == dict(tiny.model("gpt_oss", **SIZES).layout.shapes)
     flat = trees.flatten(weights)
     assert not np.asarray(flat["layers.self_attn.sinks.weight"]).any()

@@ -16,10 +16,8 @@ from purelora.interop import builtin
 from purelora.interop.peft import files as peft_files
 from purelora.interop.peft import record, unroll
 from purelora.models import causal_lm
-from purelora.training import plan as plans
-from purelora.training import setup
-from tests.commands import test_merge as test_merge
-from tests.support import model_files, tiny
+from purelora.training import beginning, planning
+from tests.support import loaded_models, model_files, tiny
 
 VISION = {"model.vision_tower.layers.0.self_attn.k_proj.weight": (4, 3),
           "model.multi_modal_projector.norm.weight": (5,)}  # fmt: skip
@@ -62,8 +60,8 @@ def folder(path, hf_config, rename=str, beside=None):
 def test_both_spellings_are_the_same_model(tmp_path):
     folder(tmp_path / "new", nested(), beside=VISION)
     folder(tmp_path / "old", nested(), older, beside=VISION)
-    m, new = test_merge.loaded(str(tmp_path / "new"))
-    _, old = test_merge.loaded(str(tmp_path / "old"))
+    m, new = loaded_models.loaded(str(tmp_path / "new"))
+    _, old = loaded_models.loaded(str(tmp_path / "old"))
     chex.assert_trees_all_equal(new, old)
     assert m.modules["layers.self_attn.q_proj"].names[1] == (
         "model.language_model.layers.1.self_attn.q_proj"
@@ -91,13 +89,13 @@ def test_merged_keeps_names_and_all_that_is_beside(module, tmp_path, capsys):
     assert file.entries.keys() == arrays.keys() | head
     for name in map(older, VISION):
         assert file.read(name).array.tobytes() == arrays[name].tobytes()
-    merged, weights = test_merge.loaded(str(out))
+    merged, weights = loaded_models.loaded(str(out))
     assert merged.is_tied == (not head)
     own = json.loads((out / "config.json").read_text())["text_config"]
     assert own.get("tie_word_embeddings", True) == (not head)
-    _, base = test_merge.loaded(str(tmp_path / "base"))
-    want = test_merge.logits(m, trees.unflatten(leaves), base)
-    np.testing.assert_allclose(test_merge.logits(merged, {}, weights), want, rtol=0, atol=1e-4)
+    _, base = loaded_models.loaded(str(tmp_path / "base"))
+    want = loaded_models.logits(m, trees.unflatten(leaves), base)
+    np.testing.assert_allclose(loaded_models.logits(merged, {}, weights), want, rtol=0, atol=1e-4)
 
 
 def test_what_is_left_out_is_said(tmp_path):
@@ -105,15 +103,15 @@ def test_what_is_left_out_is_said(tmp_path):
     said = []
     settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
     opened = builtin.open_model(str(tmp_path / "base"))
-    made = plans.make(settings, opened.source.config, "config.json", jax.devices()[:1])
-    setup.load_weights(opened, made, said.append, None)
+    made = planning.make_plan(settings, opened.source.config, "config.json", jax.devices()[:1])
+    beginning.load_weights(opened, made, said.append, None)
     assert said[0].startswith("left out: 2 tensors that the text model does not use (model.")
 
 
 def test_a_model_of_text_alone_has_no_images(tmp_path):
     folder(tmp_path / "base", tiny.hf_config("gemma3", vocab_size=259), beside=VISION)
     with pytest.raises(errors.ModelError, match=r"holds a tensor 'model.vision_tower"):
-        test_merge.loaded(str(tmp_path / "base"))
+        loaded_models.loaded(str(tmp_path / "base"))
 
 
 def test_shared_keys_may_lie_in_the_file(tmp_path):
@@ -122,13 +120,13 @@ def test_shared_keys_may_lie_in_the_file(tmp_path):
     hf_config = tiny.hf_config(name, vocab_size=259, vocab_size_per_layer_input=259)
     unused = {f"model.layers.5.self_attn.{n}.weight": (3,) for n in ("k_proj", "v_norm", "k_norm")}
     folder(tmp_path / "base", hf_config, beside=unused)
-    m, _ = test_merge.loaded(str(tmp_path / "base"))
+    m, _ = loaded_models.loaded(str(tmp_path / "base"))
     assert m.left_out(unused) == list(unused)
     folder(
         tmp_path / "less", hf_config, lambda n: n.replace("s.2.self_attn.k_p", "s.5.self_attn.k_p")
     )
     with pytest.raises(errors.ModelError, match=r"no tensor 'model.layers.2.self_attn.k_proj"):
-        test_merge.loaded(str(tmp_path / "less"))
+        loaded_models.loaded(str(tmp_path / "less"))
 
 
 def test_what_published_files_leave_out():

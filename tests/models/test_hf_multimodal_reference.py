@@ -10,9 +10,8 @@ import pytest
 from purelora.commands import merge
 from purelora.formats import safetensors_file
 from purelora.interop import builtin
-from tests.models import test_families_reference as reference
-from tests.models.test_families_reference import LENGTH, their_logits
 from tests.support import tiny
+from tests.support.reference_models import LENGTH, Made, loaded, their_logits
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch")
@@ -59,7 +58,7 @@ def made(request, tmp_path_factory):
                 parameter.copy_(noise * 0.5 * parameter.shape[-1] ** -0.5)
     theirs.save_pretrained(folder)
     builtin.tiny().tokenizer.backend.save(str(folder / "tokenizer.json"))
-    return reference.Made(folder, theirs, *reference.loaded(folder))
+    return Made(folder, theirs, *loaded(folder))
 
 
 def test_logits(made):

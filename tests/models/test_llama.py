@@ -196,7 +196,7 @@ PACKED = Inputs(
 
 
 def test_packed_is_separate(adapted, logits):
-    """B14 and B15: neither the records beside it nor its place in the row bend a record."""
+    """Neither the records beside it nor its place in the row bend a record."""
     _, base, trainable = adapted
     row, alone = logits(base, trainable, PACKED)
     np.testing.assert_allclose(row[3:8], alone[:5], rtol=0, atol=1e-5)
@@ -238,7 +238,7 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
 
 
 def test_rows_of_only_padding_are_finite(adapted):
-    """B15: nothing to attend to gives no NaN, neither in values nor in gradients."""
+    """Nothing to attend to gives no NaN, neither in values nor in gradients."""
     m, base, trainable = adapted
     zeros = jnp.zeros((2, 9), jnp.int32)
 

@@ -18,7 +18,8 @@ from purelora.core.batch import Batch
 from purelora.models import layers, moe, params
 from purelora.ops import grouped_matmul, quant
 from purelora.sharding import parallel
-from purelora.training import plan as plans
+from purelora.training import planning
+from purelora.training.plan import Plan
 from tests.support import plain, tiny
 from tests.support.tiny import Case
 
@@ -55,7 +56,7 @@ def test_sorted_rows_come_back_and_tiles_have_one_group(name):
     ids, x, count, tile = _rows(name)
     groups = jax.jit(grouped_matmul.group, static_argnums=(1, 2))(ids, count, tile)
     is_in = (np.asarray(ids) >= 0) & (np.asarray(ids) < count)
-    back = grouped_matmul.collect(grouped_matmul.dispatch(x, groups), groups)
+    back = grouped_matmul.combine(grouped_matmul.dispatch(x, groups), groups)
     np.testing.assert_array_equal(back, np.where(is_in[:, None], x, 0))
     tiles = np.asarray(groups.sources_R).reshape(-1, groups.tile)
     for number, sources in enumerate(tiles):
@@ -81,7 +82,7 @@ def test_products_and_gradients_are_those_of_each_row_by_itself(name, contractin
         groups = grouped_matmul.group(ids, count, tile)
         rows = grouped_matmul.dispatch(x, groups)
         y = grouped_matmul.frozen_dot(rows, weight, groups, parallel.whole, contracting)
-        return grouped_matmul.collect(y, groups)
+        return grouped_matmul.combine(y, groups)
 
     def theirs(x):
         picked = matrices[np.clip(ids, 0, count - 1)]
@@ -99,7 +100,7 @@ def test_gradients_of_the_matrices(name):
     def ours(x, weight):
         groups = grouped_matmul.group(ids, count, tile)
         y = grouped_matmul.dot(grouped_matmul.dispatch(x, groups), weight, groups)
-        return grouped_matmul.collect(y, groups)
+        return grouped_matmul.combine(y, groups)
 
     def theirs(x, weight):
         went = (ids[:, None] == jnp.arange(count)[None]).astype(jnp.float32)
@@ -118,7 +119,7 @@ def test_adapters_of_the_groups(name):
     def ours(x, a, b):
         groups = grouped_matmul.group(ids, count, tile)
         rows = grouped_matmul.dispatch(x, groups)
-        return grouped_matmul.collect(
+        return grouped_matmul.combine(
             grouped_matmul.delta(rows, a, b, jnp.float32(0.5), groups), groups
         )
 
@@ -318,10 +319,10 @@ def test_balance_is_least_when_all_experts_are_used_alike():
 # ---- planning ----------------------------------------------------------------------------------
 
 
-def planned(family: str, **options) -> plans.Plan:
+def planned(family: str, **options) -> Plan:
     flags = [f"--config.{name}={value}" for name, value in ({"batch_size": 16} | options).items()]
     settings = command_line.parse([TINY, "--config.workdir=runs/x", *flags], flags=()).config
-    return plans.make(settings, tiny.hf_config(family), "config.json", jax.devices())
+    return planning.make_plan(settings, tiny.hf_config(family), "config.json", jax.devices())
 
 
 @pytest.mark.parametrize(

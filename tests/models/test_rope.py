@@ -1,4 +1,4 @@
-"""Rotary frequencies (B34): every spelling of every scaling, and an error in place of a guess."""
+"""Rotary frequencies: every spelling of every scaling, and an error in place of a guess."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -27,9 +27,7 @@ from purelora.formats import source
 from purelora.interop import builtin
 from purelora.models import causal_lm
 from purelora.multihost import failure_detection, runtime
-from tests.commands import test_train as test_train
-from tests.support import tiny
-from tests.weights import test_hf_layout_of_experts as test_storage
+from tests.support import expert_files, runs, tiny
 
 REPO = pathlib.Path(__file__).parents[2]
 DEVICES = 8
@@ -140,7 +138,7 @@ def unbroken(tmp_path_factory, cache) -> tuple[pathlib.Path, Launched]:
 
 
 def _records(workdir: pathlib.Path, kind: str) -> list[dict]:
-    return test_train.records(workdir, kind)
+    return runs.records(workdir, kind)
 
 
 def _leaves(workdir: pathlib.Path, item: str = "state") -> dict[str, np.ndarray]:
@@ -210,146 +208,14 @@ def test_a_save_is_one_checkpoint(unbroken):
             assert f"{item}/ocdbt.process_{index}/manifest.ocdbt" in listed
 
 
-# What a process does beside training, on its own shards; prints what it has read and written.
-PARTS = """
-import json, pathlib, sys, types
-sys.path.insert(0, "")
-from tests.weights import test_hf_layout_of_experts as test_storage
-from tests.support import tiny
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from purelora.training import setup as assembly
-from purelora.checkpoint import store as checkpoint
-from purelora.commands import entry
-from purelora.multihost import runtime as distributed
-from purelora.sharding import host_arrays as placing
-from purelora.checkpoint import retention
-from purelora.sharding import specs
-from purelora.core import train_state as state
-from purelora.core import trees
-from purelora.data import batches
-from purelora.data import examples
-from purelora.weights import hf_folder as hf
-from purelora.weights import load
-from purelora.formats import source as sources
-from purelora.models import causal_lm
-
-distributed.initialise(entry.processes([])[0])
-folder, run = map(pathlib.Path, sys.argv[1:])
-mesh = tiny.mesh(fsdp=8)
-said = {}
-
-
-def moved(name, action):
-    before = counts()
-    result = action()
-    said[name] = {key: value - before[key] for key, value in counts().items()}
-    return result
-
-
-def counts():
-    lines = pathlib.Path("/proc/self/io").read_text().splitlines()
-    found = dict(line.split(": ") for line in lines)
-    return {"read": int(found["rchar"]), "written": int(found["wchar"])}
-
-
-def same(found, wanted):
-    shards = found.addressable_shards
-    return all(np.asarray(s.data).tobytes() == wanted[s.index].tobytes() for s in shards)
-
-
-# Weights: only float ones here, so that nothing is read but what is kept.
-source = hf.open_folder(str(folder))
-model = causal_lm.from_hf(source.config, "folder", dtype="float32")
-placed = specs.shardings(specs.spec_tree(model.infos, mesh), mesh)
-loaded = moved("load", lambda: load.load(source, model, model.infos, placed))
-said["fingerprint"] = loaded.fingerprint
-for path, leaf in trees.flatten(loaded.tree).items():
-    declared = model.flat_infos[path]
-    layers = [source.read(name).array for name in model.hf_names[path]]
-    layers = [layer.T if declared.is_transposed else layer for layer in layers]
-    assert same(leaf, np.stack(layers) if declared.is_stacked else layers[0]), path
-
-# Experts over the devices, in files of both kinds.
-stacks = dict(np.load(folder / "experts.npz"))
-for layout in ("own", "fused"):
-    source = hf.open_folder(str(folder / layout))
-    model = causal_lm.from_hf(source.config, "folder", dtype="float32")
-    placed = test_storage.shardings(model, model.infos, mesh, "fsdp")
-    loaded = moved(layout, lambda: load.load(source, model, model.infos, placed))
-    assert loaded.fingerprint == sources.identify(source, source.shapes())
-    for path, leaf in trees.flatten(loaded.tree).items():
-        assert same(leaf, stacks[path]), path
-
-# Rows.
-class Counted(list):
-    def __getitem__(self, number):
-        taken.add(number)
-        return super().__getitem__(number)
-
-taken = set()
-rows = [examples.Example(np.full(5, i, np.int32), np.ones(5, bool)) for i in range(32)]
-some = batches.Batches(Counted(rows), [[i] for i in range(32)], 32, 2, 6, seed=0, shuffle=True)
-whole = some.batch(0)
-taken.clear()
-like_run = types.SimpleNamespace(_batch_sharding=NamedSharding(mesh, specs.BATCH_SPEC))
-own = assembly.Run.batch(like_run, some, 0)
-said["rows"] = sorted(taken)
-for array, wanted in zip(assembly.Run.place(like_run, own), whole):
-    assert array.shape == wanted.shape and same(array, wanted)
-
-# A checkpoint of sharded arrays, saved in the background while its arrays are donated.
-value = np.random.default_rng(0).standard_normal((64, 64, 512)).astype(np.float32)
-cut = NamedSharding(mesh, P(None, "fsdp"))
-tree = placing.place({"w": value, "v": -value}, {"w": cut, "v": cut})
-def put(array):
-    return placing.place(array, NamedSharding(mesh, P()))
-
-now = state.TrainState(tree, {}, put(np.int32(7)), put(np.int32(6)), put(np.zeros(2, np.uint32)))
-keep = retention.Policy(last=2, every=None, best=False)
-saves = checkpoint.Checkpoints(run / "own", keep, in_background=True)
-jax.block_until_ready(now)
-
-def save():
-    saves.save(7, now, {"config": {}})
-    jax.jit(lambda t: jax.tree.map(lambda a: a * 0, t), donate_argnums=0)(now.trainable)
-    saves.wait()
-
-moved("save", save)
-# The main process checks that a step is whole; the others take its word.
-saves.restore(7, jax.tree.map(lambda a: a, now)) if distributed.is_main() else saves.trust(7)
-for axis in (1, 0):
-    lies = NamedSharding(mesh, P(*[None] * axis, "fsdp"))
-    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies
-                        if a.ndim == 3 else NamedSharding(mesh, P())), now)
-    back = moved(f"restore {axis}", lambda: saves.restore(7, like))
-    assert same(back.trainable["w"], value) and same(back.trainable["v"], -value)
-    assert int(back.step) == 7
-saves.close()
-
-# The checkpoint of a run of another number of processes, on this mesh.
-found, step = checkpoint.find(run)
-leaves = found.leaves(step, "base")
-def spread(array):
-    axis = next((i for i, n in enumerate(array.shape) if n % 8 == 0), None)
-    return NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "fsdp"))
-like = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spread(a)) for n, a in leaves.items()}
-restored = found.restore_extra(step, "base", trees.unflatten(like))
-for name, leaf in trees.flatten(restored).items():
-    assert same(leaf, leaves[name]), name
-pathlib.Path(run / f"said.{jax.process_index()}").write_text(json.dumps(said))
-distributed.finish()
-"""
-
-
-def _started(processes: int, script: str, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Processes of a run that do what `script` says."""
+def _started(processes: int, program: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Processes of a run that do what a program of tests/support says."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     options = launch.Options(processes, DEVICES // processes)
     return [
         subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
+            [sys.executable, "-m", f"tests.support.programs.{program}", *arguments],
             env=launch.environment({**os.environ, **QUICK}, options, index, port),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -395,19 +261,19 @@ def _add_experts(path: pathlib.Path) -> None:
     """Adds to the folder a mixture of experts of 25 MB, in both layouts, and its leaves."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 2}
     config = tiny.hf_config("qwen3_moe", num_experts=8, **sizes)
-    leaves = test_storage.stacks(causal_lm.from_hf(config, "", dtype="float32"))
+    leaves = expert_files.stacks(causal_lm.from_hf(config, "", dtype="float32"))
     np.savez(path / "experts.npz", **leaves)
     for layout in ("own", "fused"):
         (path / layout).mkdir()
         (path / layout / "config.json").write_text(json.dumps(config))
-        arrays = test_storage.in_files(leaves, "qwen3_moe", layout)
+        arrays = expert_files.in_files(leaves, "qwen3_moe", layout)
         safetensors.numpy.save_file(arrays, path / layout / "model.safetensors")
 
 
 def _said(processes: int, folder: pathlib.Path, run: pathlib.Path) -> list[dict]:
-    ended = _ended(_started(processes, PARTS, str(folder), str(run)))
+    ended = _ended(_started(processes, "own_shards", str(folder), str(run)))
     assert [status for status, _ in ended] == [0] * processes, ended
-    return [json.loads((run / f"said.{index}").read_text()) for index in range(processes)]
+    return [json.loads((run / f"share.{index}").read_text()) for index in range(processes)]
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -526,32 +392,11 @@ def test_what_the_launcher_refuses(arguments, message):
     assert message in str(caught.value)
 
 
-FAILS = """
-import sys
-from purelora.commands import entry
-from purelora.multihost import runtime as distributed
-from purelora.core import errors
-
-def main(argv):
-    joining, which = entry.processes(argv)
-    distributed.initialise(joining)
-    kind, where = which
-    if where in ("all", str(distributed.process_index())):
-        if kind == "fault":
-            raise ZeroDivisionError("a fault of the program")
-        raise errors.DataError("file.jsonl:3", None, "cannot be used", "mend it")
-    distributed.barrier("never")
-    return 0
-
-entry.run_command(main, "")
-"""
-
-
 @pytest.mark.parametrize(
     ("kind", "where"), [("user", "all"), ("user", "1"), ("user", "0"), ("fault", "1")]
 )
 def test_an_error_is_told_once_and_ends_all(kind, where):
-    ended = _ended(_started(2, FAILS, kind, where), END_SECS)
+    ended = _ended(_started(2, "fails_in_one_process", kind, where), END_SECS)
     status = 2 if kind == "user" else 1
     assert [found for found, _ in ended] == [status] * 2, ended
     told = "DataError: file.jsonl:3: cannot be used; mend it" if kind == "user" else "ZeroDivision"
@@ -566,15 +411,6 @@ def test_a_setting_that_is_wrong_ends_the_launched_run(cache, tmp_path):
     assert len(told) == 1 and told[0].startswith("ConfigError: mesh.data"), launched.output
 
 
-WAITS = """
-import sys
-from purelora.commands import entry
-from purelora.multihost import runtime as distributed
-distributed._MEET_SECS, distributed._SILENT_SECS = 2, 0.5
-entry.run_command(lambda argv: distributed.initialise(entry.processes(argv)[0]), "")
-"""
-
-
 @pytest.mark.parametrize(
     ("index", "told"),
     [
@@ -586,8 +422,10 @@ def test_a_process_that_waits_for_others_says_so_and_ends(index, told):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = launch.environment(os.environ, launch.Options(2), index, port)
-    command = [sys.executable, "-c", WAITS]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "tests.support.programs.waits_for_others"]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=REPO, timeout=60
+    )
     assert ended.returncode == 2, ended
     assert all(text in ended.stderr for text in told) and "trace" not in ended.stderr, ended.stderr
 

@@ -9,7 +9,7 @@ import pytest
 import qwix
 
 from purelora.core import errors, param_info, trees
-from purelora.ops import quant
+from purelora.ops import quant, quant_codes, quant_matmul
 from purelora.sharding import specs
 from tests.support import plain, tiny
 
@@ -70,7 +70,7 @@ def spacing(qtype: str, relative: np.ndarray) -> np.ndarray:
         return np.ones_like(relative)
     if qtype == "fp8":  # 3 bits after the first, and below 2^-6 steps of 2^-9.
         return 2.0 ** (np.maximum(np.floor(np.log2(np.abs(relative) + 1e-30)), -6) - 3)
-    book = np.asarray(quant.NF4_BOOK)
+    book = np.asarray(quant_codes.NF4_BOOK)
     return np.diff(book)[np.clip(np.searchsorted(book, relative) - 1, 0, 14)]
 
 
@@ -130,7 +130,7 @@ def test_two_codes_a_byte_are_an_even_row_and_the_odd_row_after_it(qtype):
     for rows in (slice(0, 8), slice(8, 32), slice(24, 32)):
         scales, codes = (slice(rows.start // n, rows.stop // n) for n in (8, 2))
         part = qwix.QArray(q.qvalue[codes], q.scale[scales], None, q.qtype)
-        np.testing.assert_array_equal(quant._whole(part, 0), quant.dequantise(q)[rows])
+        np.testing.assert_array_equal(quant._dequantised_along(part, 0), quant.dequantise(q)[rows])
 
 
 @pytest.mark.parametrize("qtype", QTYPES)
@@ -215,7 +215,7 @@ def test_frozen_dot_and_its_gradient(name, qtype, tile, dtype):
     x = jnp.asarray(rng.standard_normal((2, 5, 32)), dtype)
     g = jnp.asarray(rng.standard_normal((2, 5, 24)), dtype)
 
-    got, pull = jax.vjp(lambda x: quant.frozen_dot(x, weight, quant_whole, contracting), x)
+    got, pull = jax.vjp(lambda x: quant_matmul.frozen_dot(x, weight, quant_whole, contracting), x)
     want, pull_plain = jax.vjp(lambda x: x @ kernel, x.astype(jnp.float32))
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
     for a, b in ((got, want), (pull(g)[0], pull_plain(g.astype(jnp.float32))[0])):
@@ -230,7 +230,7 @@ def test_frozen_dot_in_another_dtype(qtype, tile):
     """The head's logits are float32 whatever its input; the input's gradient keeps its dtype."""
     weight = quant.quantise(random("table"), layout("table", tile, qtype))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 32)), jnp.bfloat16)
-    y, pull = jax.vjp(lambda x: quant.frozen_dot(x, weight, quant_whole, -1, jnp.float32), x)
+    y, pull = jax.vjp(lambda x: quant_matmul.frozen_dot(x, weight, quant_whole, -1, jnp.float32), x)
     exact = x.astype(jnp.float32) @ quant.dequantise(weight).T
     assert (y.dtype, pull(y)[0].dtype) == (jnp.float32, jnp.bfloat16)
     # A tiled weight, and the numbers of nf4, are rounded to the dtype of x.
@@ -244,7 +244,9 @@ def quant_whole(weight):
 
 def test_frozen_dot_gives_the_weight_no_gradient():
     weight = random("kernel")
-    grad = jax.grad(lambda w: quant.frozen_dot(jnp.ones((2, 32)), w, quant_whole).sum())(weight)
+    grad = jax.grad(lambda w: quant_matmul.frozen_dot(jnp.ones((2, 32)), w, quant_whole).sum())(
+        weight
+    )
     assert not grad.any()
 
 
@@ -256,7 +258,7 @@ def test_frozen_dot_keeps_the_shard_and_not_what_it_gathers(qtype):
     def doubled(weight):
         return jax.tree.map(lambda a: jnp.concatenate([a, a], axis=1), weight)
 
-    y, pull = jax.vjp(lambda x: quant.frozen_dot(x, shard, doubled), jnp.ones((2, 32)))
+    y, pull = jax.vjp(lambda x: quant_matmul.frozen_dot(x, shard, doubled), jnp.ones((2, 32)))
     assert y.shape == (2, 48)
     kept = jax.tree.leaves(pull)
     assert max(a.size for a in kept) == shard.qvalue.size
@@ -346,7 +348,9 @@ def test_a_compiled_scan_widens_no_more_than_one_layer(qtype):
     stack = jax.jit(lambda w: quant.quantise(w, like))(jnp.ones(leaf.shape))
 
     def scan(x, stack):
-        return jax.lax.scan(lambda x, w: (quant.frozen_dot(x, w, quant_whole), None), x, stack)[0]
+        return jax.lax.scan(
+            lambda x, w: (quant_matmul.frozen_dot(x, w, quant_whole), None), x, stack
+        )[0]
 
     compiled = jax.jit(scan).lower(jnp.ones((1, width)), stack).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * width * width * 4

@@ -176,7 +176,7 @@ def test_modules_of_one_computation_are_split_alike(rules, overrides, split):
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (8, 1)])
 def test_every_spec_has_full_rank_and_leaves_layers_whole(sharded, sizes):
-    """B27: adapters take the spec of their own axes, 3 layers on 8 devices."""
+    """Adapters take the spec of their own axes, 3 layers on 8 devices."""
     m = tiny.with_lora(tiny.model())
     rules = rules_lib.RULES.of_adapters(sharded)
     for infos, used in ((m.infos, rules_lib.RULES), (m.adapter_infos(), rules)):
@@ -218,7 +218,7 @@ def test_dimension_that_does_not_divide(infos, message):
     ],
 )
 def test_tile_count_that_does_not_divide(length, tile, message, qtype):
-    """B28: the tile that is proposed works."""
+    """The tile that is proposed works."""
     infos = {"w": param_info.ParamInfo((length, 8), "float32", ("embed", "mlp"), contracting=-2)}
 
     def tree(tile_size):

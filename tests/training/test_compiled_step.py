@@ -4,7 +4,6 @@ Codes are gathered, never floats; no gathered weight is kept for the backward pa
 gradients are reduced once, outside every loop; the base is neither returned nor donated.
 """
 
-import functools
 import re
 
 import jax
@@ -16,31 +15,21 @@ from purelora.analysis import hlo
 from purelora.core import trees
 from purelora.sharding import collectives, specs
 from tests.support import tiny
+from tests.support.compiled_steps import FSDP, FSDP_REMAT, KERNELS, compiled
 from tests.support.tiny import Case
 
-FSDP = Case("int8", fsdp=8, accum=2)
-FSDP_REMAT = Case("int8", fsdp=8, accum=2, remat=True)
 SHARDED = Case("int8", data=2, fsdp=4, accum=2, sharded=True)
 OTHER_SIZES = Case("int8", data=2, fsdp=4, accum=4, layers=2, remat=True, dtype="bfloat16")
 INT4 = Case("int4", fsdp=8, accum=2, remat=True)
 NF4 = Case("nf4", data=2, fsdp=4, accum=2)
 FP8 = Case("fp8", fsdp=4, accum=2, dtype="bfloat16")
 CASES = (FSDP, FSDP_REMAT, SHARDED, OTHER_SIZES, INT4, NF4, FP8)
-KERNELS = {(32, 32), (32, 16), (32, 48), (48, 32)}  # [in, out] of the gathered base kernels.
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compiles():
     with tiny.quick_compiles():
         yield
-
-
-@functools.cache
-def compiled(case: Case) -> hlo.Program:
-    trainer = tiny.trainer(case)
-    rows = tiny.micro_batches(tiny.flat_batch(), case.accum)
-    lowered = trainer.step.lower(trainer.new_state(), trainer.base, rows)
-    return hlo.Program.of(lowered.compile().as_text())
 
 
 def ids(case: Case) -> str:

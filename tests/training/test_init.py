@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import shutil
-from typing import Any
 
 import chex
 import jax
@@ -14,15 +13,9 @@ from purelora.checkpoint import store
 from purelora.commands import export
 from purelora.core import errors
 from purelora.interop.peft import files as peft_files
-from tests.commands import test_train as test_train
 from tests.support import tiny
+from tests.support.runs import bits, records, run, saved_state
 
-run, records, built, saved_state = (
-    test_train.run,
-    test_train.records,
-    test_train.built,
-    test_train.saved_state,
-)
 FEATURES = {
     "pissa": (
         "--config.lora.init_lora_weights=pissa",
@@ -64,11 +57,6 @@ def _one_device(monkeypatch: pytest.MonkeyPatch):
     """Compiles in half the time; meshes are the subject of other tests."""
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
-
-
-def bits(leaf: Any) -> np.ndarray:
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 # What is made of the weights is resumed alike in all three ways of making it.

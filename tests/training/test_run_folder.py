@@ -11,14 +11,14 @@ from purelora.core import errors
 from purelora.interop.peft import adapter_sources, artefact
 from purelora.interop.peft import files as peft_files
 from purelora.training import run_folder
-from tests.commands import test_train as test_train
+from tests.support import runs
 
 NO_EVAL = "--config.data.eval_fraction=0"
 OPTIONS = ("--config.optim.schedule=constant", NO_EVAL)
 
 
 def _run(workdir: pathlib.Path, steps: int) -> int:
-    return test_train.run(workdir, f"--config.steps={steps}", *OPTIONS)
+    return runs.run(workdir, f"--config.steps={steps}", *OPTIONS)
 
 
 @pytest.fixture(scope="module")

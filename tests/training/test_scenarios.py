@@ -11,16 +11,14 @@ import pytest
 
 from purelora.commands import export, merge
 from purelora.core import errors
-from tests.commands import test_train as test_train
-from tests.training import test_init as test_start
+from tests.support.runs import bits, records, run, saved_state
 
-run, records, saved_state = test_train.run, test_train.records, test_train.saved_state
 TASKS = {"sft": (), "pretrain": ("--config.task=pretrain",)}
 SCHEDULE = "--config.optim.schedule_steps=10"
 
 
 def equal(one: Any, other: Any) -> None:
-    chex.assert_trees_all_equal(*[jax.tree.map(test_start.bits, tree) for tree in (one, other)])
+    chex.assert_trees_all_equal(*[jax.tree.map(bits, tree) for tree in (one, other)])
 
 
 Runs = tuple[pathlib.Path, tuple[str, ...]]
@@ -151,7 +149,7 @@ def test_every_mismatch_with_a_saved_base_is_in_one_error(sft_runs):
 
 
 def test_the_same_is_trained_however_a_run_begins(sft_runs, tmp_path):
-    """B25: fresh, resumed, warm from a run and from a PEFT folder train the same number."""
+    """Fresh, resumed, warm from a run and from a PEFT folder train the same number."""
     folder, task = sft_runs
     count = {
         line
@@ -273,7 +271,7 @@ def test_a_run_does_not_replace_the_adapter_that_it_starts_from(sft_runs):
 def test_a_run_resumed_in_a_later_epoch_reads_the_rows_of_that_epoch(
     tmp_path, monkeypatch, shuffle
 ):
-    """B33: 10 records, 2 a step, 3 epochs, stopped at step 7 of 15."""
+    """10 records, 2 a step, 3 epochs, stopped at step 7 of 15."""
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
     rows = [{"prompt": f"say {i}", "completion": "x" * (i + 1)} for i in range(10)]

@@ -5,7 +5,6 @@ through `plain`, an independent model on one device.
 """
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -20,10 +19,10 @@ from purelora.models import layers
 from purelora.models import loss as loss_lib
 from purelora.training import optimisers
 from purelora.training import step as steps
-from tests.support import plain, tiny
+from tests.support import tiny
+from tests.support.plain_step import assert_is_reference, expected, one_step
 from tests.support.tiny import Case
 
-SCALING = 2.0
 ONE = Case()
 UNROLLED = Case(accum=4, scan=False, remat=True)
 DATA_8 = Case(data=8, accum=4)
@@ -73,49 +72,6 @@ def ids(case: Case) -> str:
     return str(case)
 
 
-@functools.cache
-def plain_gradients(is_lora: bool, kv_heads: int, family: str, depth: int):
-    """`(trainable, base, batch) -> (loss, gradient)` sums of the independent model."""
-
-    def loss_sum(trainable, base, batch: Batch) -> jax.Array:
-        weights = plain.merged(base, trainable, SCALING) if is_lora else trees.flatten(trainable)
-        heads = Case(kv_heads=kv_heads).heads
-        config = tiny.hf_config(family, num_hidden_layers=depth, **heads)
-        return plain.loss_sum(weights, batch.tokens, batch.targets, batch.weights, config)
-
-    return jax.jit(jax.value_and_grad(loss_sum))
-
-
-def expected(case: Case, batch: Batch):
-    """Loss sum and mean gradient of a flat batch."""
-    trainer = tiny.trainer(case)
-    base = plain.dequantised(jax.device_get(trainer.base))
-    gradients = plain_gradients(case.lora, case.kv_heads, case.family, case.layers)
-    loss, grads = gradients(jax.device_get(trainer.trainable), base, batch)
-    return loss, jax.tree.map(lambda g: g / np.float32(batch.weights.sum()), grads)
-
-
-def one_step(case: Case, batch: Batch, trainable=None, start: int = 0):
-    """Gradient and metrics of one SGD step on a flat batch."""
-    trainer = tiny.trainer(case)
-    before = jax.device_get(trainer.trainable if trainable is None else trainable)
-    new, metrics = trainer.step(
-        trainer.new_state(trainable, start), trainer.base, tiny.micro_batches(batch, case.accum)
-    )
-    after = jax.device_get(new.trainable)
-    return jax.tree.map(lambda a, b: (a - b) / tiny.LEARNING_RATE, before, after), metrics
-
-
-def assert_is_reference(case: Case, batch: Batch) -> None:
-    loss, grads = expected(case, batch)
-    got, metrics = one_step(case, batch)
-    chex.assert_trees_all_close(got, grads, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(metrics.loss_sum, loss, rtol=1e-5)
-    np.testing.assert_allclose(metrics.weight_sum, batch.weights.sum(), rtol=1e-6)
-    np.testing.assert_allclose(metrics.grad_norm, optax.tree_utils.tree_norm(grads), rtol=1e-5)
-    assert metrics.applied == 1
-
-
 def with_weights(weights: np.ndarray) -> Batch:
     """Rows of LENGTH tokens each, with these weights."""
     full = np.ones_like(weights, np.int32)
@@ -142,14 +98,14 @@ def test_step_is_the_plain_gradient(case):
 
 @pytest.mark.parametrize("case", [SHARDED, INT8_FSDP_8, DATA_8, FULL_FSDP_8], ids=ids)
 def test_unequal_rows_and_devices_do_not_bend_the_mean(case):
-    """B01 and B04: one long record and many with one token; most devices have a few tokens."""
+    """One long record and many with one token; most devices have a few tokens."""
     assert_is_reference(case, with_weights(supervised(12, *[1] * 31)))
     assert_is_reference(case, with_weights(supervised(3, 12, 7, 1)))
 
 
 @pytest.mark.parametrize("case", [UNROLLED, TILED, FULL_FSDP_8], ids=ids)
 def test_order_of_records_does_not_matter(case):
-    """B01: however the records fall into micro-batches and onto devices."""
+    """However the records fall into micro-batches and onto devices."""
     batch = tiny.flat_batch()
     order = np.random.default_rng(0).permutation(tiny.ROWS)
     got, metrics = one_step(case, batch)
@@ -175,13 +131,13 @@ def test_rows_without_weight_change_nothing(case):
 
 @pytest.mark.parametrize("case", [UNROLLED, DATA_8, TILED, FULL_FSDP_8], ids=ids)
 def test_short_last_window(case):
-    """B02: a window with fewer micro-batches equals one batch of the rows it has."""
+    """A window with fewer micro-batches equals one batch of the rows it has."""
     assert_is_reference(case, with_weights(supervised(*[7] * (tiny.ROWS // 2))))
 
 
 @pytest.mark.parametrize("case", [ONE, TILED, FULL_FSDP_8], ids=ids)
 def test_eval_is_the_loss_of_the_step(case):
-    """B03: every way through the model gives one loss."""
+    """Every way through the model gives one loss."""
     trainer, batch = tiny.trainer(case), tiny.flat_batch()
     rows = tiny.micro_batches(batch, case.accum)
     loss, weight = trainer.eval(trainer.trainable, trainer.base, rows)
@@ -191,7 +147,7 @@ def test_eval_is_the_loss_of_the_step(case):
 
 @pytest.mark.parametrize("case", LORA_CASES, ids=ids)
 def test_first_and_second_gradient(case):
-    """B26: lora_b learns first, then both, in every layer; nothing cuts the path to an adapter."""
+    """lora_b learns first, then both, in every layer; nothing cuts the path to an adapter."""
     fresh, batch = tiny.adapters(tiny.trainer(case).model, fresh=True), tiny.flat_batch()
     grads, _ = one_step(case, batch, fresh)
     for path, grad in trees.flatten(grads).items():
@@ -216,7 +172,7 @@ def layers_without_gradient(path: str, grad: np.ndarray) -> list[int]:
     ids=ids,
 )
 def test_base_is_frozen_and_all_adapters_move(case):
-    """B24: weight decay and Adam reach the adapters and nothing else; one compilation."""
+    """Weight decay and Adam reach the adapters and nothing else; one compilation."""
     trainer = tiny.trainer(case)
     base_before, before = jax.device_get((trainer.base, trainer.trainable))
     current, rows = trainer.new_state(), tiny.micro_batches(tiny.flat_batch(), case.accum)
@@ -243,7 +199,7 @@ def test_base_is_frozen_and_all_adapters_move(case):
 
 @pytest.mark.parametrize("case", ADAM, ids=ids)
 def test_state_lies_where_the_layout_says(case):
-    """Moments lie beside their leaf; B27: no spec is longer or shorter than its array."""
+    """Moments lie beside their leaf; no spec is longer or shorter than its array."""
     trainer = tiny.trainer(case)
     current = trainer.new_state()
     adam = next(s for s in current.opt_state if hasattr(s, "mu"))
@@ -315,7 +271,7 @@ def test_update_refuses(loss, weight, grad):
 
 
 def test_bfloat16_activations_train_float32_adapters():
-    """X08: the gradient is the float32 one but for rounding, and updates stay in float32."""
+    """The gradient is the float32 one but for rounding, and updates stay in float32."""
     case = Case("int8", fsdp=2, dtype="bfloat16")
     batch = tiny.flat_batch()
     grads, metrics = one_step(case, batch)

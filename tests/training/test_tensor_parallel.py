@@ -8,14 +8,13 @@ import pytest
 
 from configs import tiny as tiny_config
 from purelora.analysis import hlo
-from purelora.config import schema
+from purelora.config import from_dict
 from purelora.core import errors
 from purelora.sharding import rules
-from purelora.training import plan as plans
-from tests.support import tiny
+from purelora.training import plan_report, planning
+from purelora.training.plan import Plan
+from tests.support import compiled_steps, plain_step, tiny
 from tests.support.tiny import Case
-from tests.training import test_compiled_step as test_compiled_step
-from tests.training import test_step as test_step
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,8 +42,8 @@ def test_features_are_those_of_one_device(feature):
     biased = (("attention_bias", True), ("mlp_bias", True)) if feature == "biases" else ()
     one = Case(head=head, changes=FEATURES[feature], model=biased)
     many = dataclasses.replace(one, data=2, fsdp=2, tensor=2, accum=2, sharded=True)
-    wanted, wanted_metrics = test_step.one_step(one, batch)
-    got, metrics = test_step.one_step(many, batch)
+    wanted, wanted_metrics = plain_step.one_step(one, batch)
+    got, metrics = plain_step.one_step(many, batch)
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
     chex.assert_trees_all_close(metrics, wanted_metrics, rtol=2e-5)
 
@@ -65,16 +64,16 @@ def test_every_mesh_shape(shape, is_lora):
     data, fsdp, tensor = shape
     case = Case("int8" if is_lora else "none", lora=is_lora, data=data, fsdp=fsdp, tensor=tensor)
     case = dataclasses.replace(case, kv_heads=8, accum=2, head=is_lora)
-    test_step.assert_is_reference(case, tiny.flat_batch())
+    plain_step.assert_is_reference(case, tiny.flat_batch())
 
 
 def test_dropout_masks_do_not_depend_on_the_mesh():
     batch = tiny.flat_batch()
     one = Case(dropout=0.3, head=True)
-    wanted, _ = test_step.one_step(one, batch)
-    got, _ = test_step.one_step(dataclasses.replace(one, fsdp=2, tensor=2, accum=2), batch)
+    wanted, _ = plain_step.one_step(one, batch)
+    got, _ = plain_step.one_step(dataclasses.replace(one, fsdp=2, tensor=2, accum=2), batch)
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-5)
-    plain, _ = test_step.one_step(dataclasses.replace(one, dropout=0.0), batch)
+    plain, _ = plain_step.one_step(dataclasses.replace(one, dropout=0.0), batch)
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(plain, wanted, rtol=0, atol=1e-3)
 
@@ -84,7 +83,7 @@ COMPILED = Case("int8", data=2, fsdp=2, tensor=2, accum=2, remat=True)
 
 def test_activations_are_summed_twice_a_block_in_each_direction():
     """Forward, recomputed (only what the backward pass needs) and backward; and at both ends."""
-    program = test_compiled_step.compiled(COMPILED)
+    program = compiled_steps.compiled(COMPILED)
     per_token = tiny.ROWS // COMPILED.accum // 4 * tiny.LENGTH
     summed = program.results("all-reduce", looped=True)
     activations = [shape for _, shape in summed if len(shape) == 3]
@@ -96,7 +95,7 @@ def test_activations_are_summed_twice_a_block_in_each_direction():
 
 
 def test_each_adapter_gradient_is_reduced_once_outside_every_loop():
-    program = test_compiled_step.compiled(COMPILED)
+    program = compiled_steps.compiled(COMPILED)
     leaves = jax.tree.leaves(tiny.trainer(COMPILED).trainable)
     # Factors that are split lie in halves.
     local = sorted(leaf.addressable_shards[0].data.shape for leaf in leaves)
@@ -109,7 +108,7 @@ def test_each_adapter_gradient_is_reduced_once_outside_every_loop():
 
 
 def test_codes_are_gathered_along_fsdp_alone():
-    program = test_compiled_step.compiled(COMPILED)
+    program = compiled_steps.compiled(COMPILED)
     gathered = program.results("all-gather", looped=True)
     halves = {(32, 16), (32, 8), (16, 32), (32, 24), (24, 32)}
     assert {shape for dtype, shape in gathered if dtype == "s8"} == halves
@@ -118,31 +117,31 @@ def test_codes_are_gathered_along_fsdp_alone():
 
 def test_what_was_gathered_can_be_kept():
     """Then each weight is gathered once, and the whole base lies on every device."""
-    case = test_compiled_step.FSDP
+    case = compiled_steps.FSDP
     kept = dataclasses.replace(case, keep_gathered=True)
-    test_step.assert_is_reference(kept, tiny.flat_batch())
-    kernels = test_compiled_step.KERNELS
+    plain_step.assert_is_reference(kept, tiny.flat_batch())
+    kernels = compiled_steps.KERNELS
 
     def count(case):
-        found = test_compiled_step.compiled(case).results("all-gather", looped=True)
+        found = compiled_steps.compiled(case).results("all-gather", looped=True)
         return len([shape for dtype, shape in found if dtype == "s8" and shape in kernels])
 
-    assert (count(case), count(test_compiled_step.FSDP_REMAT), count(kept)) == (14, 14, 7)
+    assert (count(case), count(compiled_steps.FSDP_REMAT), count(kept)) == (14, 14, 7)
     stacked = {("s8", (tiny.LAYERS, *kernel)) for kernel in kernels}
-    assert stacked <= set(hlo.arrays(test_compiled_step.compiled(kept).text))
+    assert stacked <= set(hlo.arrays(compiled_steps.compiled(kept).text))
 
 
 def _plan(
     rules: tuple[str, ...], skip: tuple[str, ...] = ("embed_tokens",), **overrides: str
-) -> plans.Plan:
+) -> Plan:
     """Of an int8 base, but for what `skip` names."""
     raw = tiny_config.get_config().to_dict()
     raw["quant"] |= {"skip": skip}
     raw["batch_size"], raw["mesh"] = 8, raw["mesh"] | {"tensor": 2, "rules": rules}
     raw["mesh"]["overrides"] = overrides
-    settings = schema.parse(raw)
+    settings = from_dict.parse(raw)
     model = tiny.hf_config(vocab_size=2**14, hidden_size=64)
-    return plans.make(settings, model, "config.json", jax.devices())
+    return planning.make_plan(settings, model, "config.json", jax.devices())
 
 
 def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
@@ -154,10 +153,10 @@ def test_a_large_weight_is_whole_on_every_device_only_if_asked_for():
     _plan((*rest, "vocab:fsdp"))
     asked = _plan(rest, embed_tokens="vocab:none")
     assert "embed_tokens.weight" in {
-        row.path for row in plans.array_rows(asked) if row.is_replicated
+        row.path for row in plan_report.array_rows(asked) if row.is_replicated
     }
     whole = "98.4% on every one alike"
-    assert whole in plans.table(asked), plans.table(asked)
+    assert whole in plan_report.table(asked), plan_report.table(asked)
 
 
 def test_an_override_asks_for_a_whole_quantised_weight_too():

@@ -14,7 +14,7 @@ from purelora.formats import source
 from purelora.interop import builtin
 from purelora.interop.peft import artefact, record, unroll
 from purelora.interop.peft import files as peft_files
-from purelora.training import setup
+from purelora.training import feed, setup
 from tests.support import tiny
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -132,8 +132,8 @@ def test_losses_and_adapters_are_those_of_peft(
     )
     theirs = run_with_torch(model.train(), run)
     ours = []
-    for step in range(STEPS):
-        state, metrics = run.train_step(state, run.base, run.place(run.data.train.batch(step)))
+    for fed in feed.feed(run.data.train, run.plan.mesh, range(1, STEPS + 1)):
+        state, metrics = run.train_step(state, run.base, fed.batch)
         ours.append(float(metrics.loss_sum / metrics.weight_sum))
     # A loss near zero is a difference of logits of 20, which float32 holds to a millionth or two.
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=5e-6)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import chex
 import jax
@@ -11,23 +10,17 @@ import numpy as np
 import pytest
 import qwix
 import safetensors.numpy
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.formats import source
-from purelora.interop import open_model
+from purelora.interop import merged_model, open_model
 from purelora.models import causal_lm
 from purelora.ops import quant
-from purelora.sharding import specs
 from purelora.weights import hf_folder
 from purelora.weights import load as weights_load
-from tests.support import tiny
-from tests.weights import test_load as test_load
+from tests.support import peak_memory, tiny
+from tests.support.expert_files import in_files, shardings, stacks
 
-MATRICES = ("gate_proj", "up_proj", "down_proj")
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 LAYOUTS = [
     ("mixtral", "own"), ("mixtral", "fused"), ("qwen3_moe", "own"), ("qwen3_moe", "fused"),
     ("gpt_oss", "interleaved"),
@@ -38,64 +31,6 @@ LAYOUTS = [
 def _quick_compiles():
     with tiny.quick_compiles():
         yield
-
-
-def stacks(m: causal_lm.CausalLM, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Random leaves by path."""
-    draw = np.random.default_rng(3)
-    return {
-        path: draw.normal(0, 0.2, leaf.shape).astype(dtype) for path, leaf in m.flat_infos.items()
-    }
-
-
-def in_files(leaves: dict[str, np.ndarray], family: str, layout: str) -> dict[str, np.ndarray]:
-    """The tensors that hold the leaves, spelled out by hand."""
-    arrays: dict[str, np.ndarray] = {}
-    own = layout == "own" and family == "mixtral"
-    block, names = ("block_sparse_moe", MIXTRAL) if own else ("mlp", {n: n for n in MATRICES})
-    for path, leaf in leaves.items():
-        module, _, kind = path.rpartition(".")
-        if not path.startswith("layers."):
-            arrays[path if module == "lm_head" else f"model.{path}"] = leaf
-            continue
-        for layer, values in enumerate(leaf):
-            where = f"model.layers.{layer}."
-            if ".experts." not in path:
-                name = path.removeprefix("layers.").replace("mlp.gate.", f"{block}.gate.")
-                arrays[where + name.replace("sinks.weight", "sinks")] = values.T
-            elif layout == "own":
-                matrix = names[module.rpartition(".")[2]]
-                for expert, weight in enumerate(values):
-                    arrays[f"{where}{block}.experts.{expert}.{matrix}.weight"] = weight.T
-    if layout == "fused":
-        gate, up, down = (leaves[f"layers.mlp.experts.{n}.weight"] for n in MATRICES)
-        joined = np.concatenate([gate, up], axis=3)
-        for layer in range(len(gate)):
-            where = f"model.layers.{layer}.mlp.experts"
-            arrays[f"{where}.gate_up_proj"] = joined[layer].swapaxes(1, 2)
-            arrays[f"{where}.down_proj"] = down[layer].swapaxes(1, 2)
-    for kind, end in (("weight", ""), ("bias", "_bias")) if layout == "interleaved" else ():
-        gate, up, down = (leaves[f"layers.mlp.experts.{n}.{kind}"] for n in MATRICES)
-        joined = np.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], -1)
-        for layer in range(len(gate)):
-            where = f"model.layers.{layer}.mlp.experts"
-            arrays[f"{where}.gate_up_proj{end}"] = joined[layer]
-            arrays[f"{where}.down_proj{end}"] = down[layer]
-    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-
-
-def shardings(m: causal_lm.CausalLM, infos: trees.Tree, mesh: Any, experts: str | None) -> Any:
-    """Shardings by the usual rules; with `experts`, that mesh axis splits the experts instead."""
-    flat = trees.flatten(specs.shardings(specs.spec_tree(infos, mesh), mesh))
-
-    def over(sharding):
-        kept = (None if axis == experts else axis for axis in sharding.spec[2:])
-        return NamedSharding(mesh, P(None, experts, *kept))
-
-    if experts is not None:
-        for path in [p for p in flat if ".experts." in p]:
-            flat[path] = jax.tree.map(over, flat[path])
-    return trees.unflatten(flat)
 
 
 def loaded(arrays, m: causal_lm.CausalLM, *, qtype="none", tile=None, mesh=None, experts=None):
@@ -205,14 +140,12 @@ def test_what_only_other_processes_hold_is_hashed_too(layout, monkeypatch):
     opened = Counted(arrays, None)
     reader_of = []
     for index in range(2):
-        monkeypatch.setattr(weights_load.distributed, "process_count", lambda: 2)
-        monkeypatch.setattr(weights_load.distributed, "process_index", lambda index=index: index)
+        monkeypatch.setattr(weights_load.runtime, "process_count", lambda: 2)
+        monkeypatch.setattr(weights_load.runtime, "process_index", lambda index=index: index)
         reader_of.append(weights_load._Reader(opened, m.layout_of(arrays)))
     owned = [reader._own for reader in reader_of]
     assert owned[0] | owned[1] == set(arrays) and not owned[0] & owned[1]
-    monkeypatch.setattr(
-        weights_load.distributed, "gathered", lambda _, text: said.append(text) or said
-    )
+    monkeypatch.setattr(weights_load.runtime, "gathered", lambda _, text: said.append(text) or said)
     said: list[str] = []
     for reader in reader_of:
         found = reader.fingerprint()
@@ -269,8 +202,8 @@ def test_written_as_read(family, layout, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     opened = hf_folder.open_folder(str(tmp_path))
-    form = merge.output_form(merge.Options(output="x"), config)
-    merged = merge.Merged(opened, m, [], lambda _, values: values, form)
+    form = merged_model.output_form(None, config, is_gguf=False)
+    merged = merged_model.MergedModel(opened, m, [], lambda _, values: values, form)
     made = {name: spec.load() for name, spec in merged.tensors().items()}
     assert made.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -298,6 +231,6 @@ def test_memory_peaks_at_the_base_and_one_tensor(layout, tmp_path):
     config = tiny.hf_config("qwen3_moe", num_hidden_layers=4, **sizes)
     (tmp_path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
-    grown = test_load.peak_growth(tmp_path, "int8")
+    grown = peak_memory.peak_growth(tmp_path, "int8")
     one_tensor = max(array.nbytes for array in arrays.values())
     assert grown < sum(array.nbytes for array in arrays.values()) / 4 + one_tensor + 150e6

@@ -16,9 +16,9 @@ from purelora.core import errors
 from purelora.formats import atomic_output, gguf_file, safetensors_file
 from purelora.interop import builtin
 from purelora.interop.gguf import read as gguf_read
-from purelora.interop.gguf import tokenizer as gguf_tokenizer
+from purelora.interop.gguf import tokenizer_read, tokenizer_write
 from purelora.interop.gguf import write as gguf_write
-from purelora.weights import hf_folder, hf_write, tokenizer
+from purelora.weights import hf_folder, hf_tokenizer, hf_write, tokenizer
 from tests.support import model_files
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -55,11 +55,11 @@ def byte_level(path, **changes):
     }
     fields |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     model_files.write_gguf(path, fields, {})
-    return tokenizer.from_gguf(gguf_file.open_container(str(path)))
+    return tokenizer_read.read(gguf_file.open_container(str(path)))
 
 
 def specs(arrays):
-    return {name: safetensors_file.spec_of(array) for name, array in arrays.items()}
+    return {name: safetensors_file.LazyTensor.of(array) for name, array in arrays.items()}
 
 
 def cast(arrays, dtype):
@@ -79,7 +79,7 @@ def one_at_a_time(arrays):
             order.append(name)
             return fresh
 
-        return safetensors_file.Spec(array.dtype, array.shape, load)
+        return safetensors_file.LazyTensor(array.dtype, array.shape, load)
 
     return {name: spec(name, array) for name, array in arrays.items()}, order
 
@@ -96,7 +96,7 @@ def failing(error):
     def load():
         raise error
 
-    return safetensors_file.Spec(np.dtype(np.float32), (2, 3), load)
+    return safetensors_file.LazyTensor(np.dtype(np.float32), (2, 3), load)
 
 
 # ---- safetensors files -------------------------------------------------------------------------
@@ -123,7 +123,9 @@ def test_mixed_types_and_shapes_are_read_back(tmp_path):
 
 def test_a_tensor_must_be_as_announced(tmp_path):
     for dtype, shape in ((np.float16, (2, 3)), (np.float32, (3, 2))):
-        spec = safetensors_file.Spec(np.dtype(dtype), shape, lambda: np.zeros((2, 3), np.float32))
+        spec = safetensors_file.LazyTensor(
+            np.dtype(dtype), shape, lambda: np.zeros((2, 3), np.float32)
+        )
         with pytest.raises(ValueError, match="a: float32.2, 3. was announced as"):
             safetensors_file.write_file(str(tmp_path / "a"), {"a": spec}, {})
 
@@ -273,7 +275,7 @@ def test_tokenizer_is_the_same_after_reading_it_back(tmp_path, arrays, config, n
     folder = str(tmp_path / "a")
     companions = hf_write.tokenizer_files(given)
     hf_write.write_folder(folder, config, specs(arrays), companions=companions)
-    found = tokenizer.from_hf(folder)
+    found = hf_tokenizer.open_folder(folder)
     assert found.fingerprint() == given.fingerprint()
     assert found.pad_token == given.pad_token
     backend = tokenizers.Tokenizer.from_file(os.path.join(folder, "tokenizer.json"))
@@ -480,10 +482,10 @@ def test_the_gguf_library_reads_the_file(tmp_path, config, arrays, kind):
 
 def test_gguf_tokenizer_is_copied(tmp_path, config, arrays):
     first = write_gguf(tmp_path / "a.gguf", config, specs(arrays))
-    fields = gguf_tokenizer.copied(first.container)
+    fields = tokenizer_write.copied_fields(first.container)
     assert fields == model_files.tokenizer_fields()
     second = write_gguf(tmp_path / "b.gguf", config, specs(arrays), "f16", fields)
-    assert gguf_tokenizer.copied(second.container) == fields
+    assert tokenizer_write.copied_fields(second.container) == fields
 
 
 def test_gguf_scores_are_copied(tmp_path, config, arrays):
@@ -495,7 +497,7 @@ def test_gguf_scores_are_copied(tmp_path, config, arrays):
         "tokenizer.ggml.add_space_prefix": False,
     }
     found = write_gguf(tmp_path / "a.gguf", config, specs(arrays), fields=fields)
-    assert gguf_tokenizer.copied(found.container) == fields
+    assert tokenizer_write.copied_fields(found.container) == fields
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
@@ -505,10 +507,10 @@ def test_gguf_tokenizer_is_made(tmp_path, config, arrays, pre, through_folder):
     if through_folder:
         companions = hf_write.tokenizer_files(given)
         hf_write.write_folder(str(tmp_path / "hf"), config, specs(arrays), companions=companions)
-        given = tokenizer.from_hf(str(tmp_path / "hf"))
-    fields = gguf_tokenizer.made("a.gguf", given, model_files.GGUF_VOCAB)
+        given = hf_tokenizer.open_folder(str(tmp_path / "hf"))
+    fields = tokenizer_write.fields_of("a.gguf", given, model_files.GGUF_VOCAB)
     assert fields["tokenizer.ggml.pre"] == pre
-    found = tokenizer.from_gguf(
+    found = tokenizer_read.read(
         write_gguf(tmp_path / "a.gguf", config, specs(arrays), fields=fields).container
     )
     assert found.fingerprint() == given.fingerprint()
@@ -516,7 +518,7 @@ def test_gguf_tokenizer_is_made(tmp_path, config, arrays, pre, through_folder):
 
 
 def test_gguf_vocabulary_is_filled_up_to_the_rows(tmp_path, config, arrays, made):
-    fields = gguf_tokenizer.made("a.gguf", made, 264)
+    fields = tokenizer_write.fields_of("a.gguf", made, 264)
     assert fields["tokenizer.ggml.tokens"][259:] == ["Ġt", "he", "[PAD261]", "[PAD262]", "[PAD263]"]
     assert fields["tokenizer.ggml.token_type"][255:] == [1, 3, 3, 3, 1, 1, 5, 5, 5]
 
@@ -559,7 +561,7 @@ def rebuilt(given, change):
 )
 def test_gguf_tokenizers_that_cannot_be_written(made, change, message):
     with pytest.raises(errors.ModelError, match=f"a.gguf: tokenizer = .*{message}|{message}"):
-        gguf_tokenizer.made("a.gguf", rebuilt(made, change), model_files.GGUF_VOCAB)
+        tokenizer_write.fields_of("a.gguf", rebuilt(made, change), model_files.GGUF_VOCAB)
 
 
 def test_gguf_has_no_place_for_four_ends(made, tmp_path):
@@ -569,13 +571,13 @@ def test_gguf_has_no_place_for_four_ends(made, tmp_path):
             "a", backend, special_tokens={}, end_ids=range(count), add_bos=False, chat_template=None
         )
         if count == 3:
-            fields = gguf_tokenizer.made("a", given, 261)
+            fields = tokenizer_write.fields_of("a", given, 261)
             assert [fields[f"tokenizer.ggml.{key}_token_id"] for key in ("eos", "eot", "eom")] == [
                 0, 1, 2,
             ]  # fmt: skip
         else:
             with pytest.raises(errors.ModelError, match="are 4 ids that end a text"):
-                gguf_tokenizer.made("a", given, 261)
+                tokenizer_write.fields_of("a", given, 261)
 
 
 # ---- transformers ------------------------------------------------------------------------------
@@ -642,7 +644,7 @@ def test_transformers_loads_the_gguf_file(tmp_path, config, made, kind):
 
     config |= {"tie_word_embeddings": False}
     arrays = builtin.random_llama(config, seed=5)
-    fields = gguf_tokenizer.made("a", made, config["vocab_size"])
+    fields = tokenizer_write.fields_of("a", made, config["vocab_size"])
     found = write_gguf(tmp_path / "a.gguf", config, specs(arrays), kind, fields)
     rounded = {name: found.read(name).array.astype(np.float32) for name in arrays}
     model = transformers.AutoModelForCausalLM.from_pretrained(

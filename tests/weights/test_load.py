@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import chex
 import jax
@@ -23,7 +20,7 @@ from purelora.ops import quant
 from purelora.sharding import specs
 from purelora.weights import hf_folder
 from purelora.weights import load as weights_load
-from tests.support import model_files
+from tests.support import model_files, peak_memory
 
 
 def tiny_arrays(tied: bool = True) -> tuple[dict, dict[str, np.ndarray]]:
@@ -175,36 +172,6 @@ def test_shares_are_complete_and_even(count):
     assert max(totals) - min(totals) <= max(sizes.values())
 
 
-_PEAK = """
-import re, sys
-import jax
-from purelora.ops import quant
-from purelora.sharding import specs
-from purelora.weights import hf_folder as hf
-from purelora.weights import load
-from purelora.models import causal_lm
-# Not ru_maxrss: that one starts with the peak of the process that started this one.
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-source = hf.open_folder(sys.argv[1])
-model = causal_lm.from_hf(source.config, "folder", dtype="float32")
-mesh = specs.make_mesh(1, 1, jax.devices()[:1])
-infos = quant.quantised_infos(model.infos, qtype=sys.argv[2], tile_size=None, skip=())
-placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
-before = peak()
-loaded = load.load(source, model, infos, placed)
-print(peak() - before)
-"""
-
-
-def peak_growth(folder, qtype: str) -> int:
-    """Bytes by which the peak of a process's memory grows when it loads a base."""
-    command = [sys.executable, "-c", _PEAK, str(folder), qtype]
-    # So that what is freed goes back to the system, and not into a heap whose size is chance.
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return int(done.stdout)
-
-
 @pytest.mark.parametrize(
     ("qtype", "bits"), [("int8", 8), pytest.param("nf4", 4, marks=pytest.mark.slow)]
 )
@@ -223,7 +190,7 @@ def test_memory_peaks_at_the_base_and_one_tensor(tmp_path, qtype, bits):
     (tmp_path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     on_disk = (tmp_path / "model.safetensors").stat().st_size
-    grown = peak_growth(tmp_path, qtype)
+    grown = peak_memory.peak_growth(tmp_path, qtype)
     one_tensor = 4096 * 1024 * 4
     # Compiling the fillers takes memory of its own, which does not grow with the model.
     assert grown < on_disk * bits / 32 + one_tensor + 400e6 < on_disk

@@ -2,22 +2,19 @@
 
 import functools
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from purelora.core import trees
 from purelora.interop import builtin
 from purelora.models import causal_lm, decode
 from purelora.ops import quant
 from purelora.sharding import specs
 from purelora.weights import load as weights_load
-from tests.support import tiny
+from tests.support.oracle_values import ORACLES, logits_of, nll_of
 
-ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
 ORACLE = json.loads((ORACLES / "smollm2_135m.json").read_text())
 pytestmark = pytest.mark.download
 
@@ -40,19 +37,8 @@ def logits(ids: list[int], qtype: str = "none", tile_size: int | None = None) ->
     return logits_of(model, base, ids)
 
 
-def logits_of(model: causal_lm.CausalLM, base: trees.Tree, ids: list[int]) -> np.ndarray:
-    run = jax.jit(lambda b, i: model.logits({}, b, i))
-    return np.asarray(run(base, tiny.inputs([ids])))[0]
-
-
 def nll(ids: list[int], **options) -> np.ndarray:
     return nll_of(logits(ids, **options), ids)
-
-
-def nll_of(found: np.ndarray, ids: list[int]) -> np.ndarray:
-    """Of each target ids[1:], from the logits of all."""
-    log_probs = jax.nn.log_softmax(jnp.asarray(found[:-1]))
-    return -np.asarray(log_probs)[np.arange(len(ids) - 1), ids[1:]]
 
 
 def test_paragraph_nll():

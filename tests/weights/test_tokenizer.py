@@ -13,7 +13,8 @@ import tokenizers
 from purelora.core import errors
 from purelora.formats import gguf_file
 from purelora.interop import builtin
-from purelora.weights import tokenizer
+from purelora.interop.gguf import tokenizer_read
+from purelora.weights import hf_tokenizer, tokenizer
 from tests.support import model_files
 
 ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
@@ -65,7 +66,7 @@ def change(file, **entries) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_one_bos_or_none(folder, text):
     plain = ids(builtin.tiny().tokenizer, text)
-    made = tokenizer.from_hf(str(folder))
+    made = hf_tokenizer.open_folder(str(folder))
     assert made.add_bos
     assert ids(made, text, add=False) == plain
     expected = plain if text.startswith("<|im_start|>") else [257, *plain]
@@ -88,12 +89,12 @@ def test_whether_a_bos_is_added(folder, settings, processor, expected):
         backend.post_processor = None
     backend.save(str(folder / "tokenizer.json"))
     change(folder / "tokenizer_config.json", **settings)
-    assert tokenizer.from_hf(str(folder)).add_bos is expected
+    assert hf_tokenizer.open_folder(str(folder)).add_bos is expected
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_offsets_cover_the_text_in_characters(folder, text):
-    made = tokenizer.from_hf(str(folder))
+    made = hf_tokenizer.open_folder(str(folder))
     plain = made.encode(text, add_special_tokens=False)
     assert plain.ids.dtype == plain.offsets.dtype == np.int32
     assert plain.offsets.shape == (plain.ids.size, 2)
@@ -114,7 +115,7 @@ def test_offsets_cover_the_text_in_characters(folder, text):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_decodes_what_it_encoded(folder, text):
-    made = tokenizer.from_hf(str(folder))
+    made = hf_tokenizer.open_folder(str(folder))
     assert made.decode(ids(made, text)) == text
     assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
     without = re.sub(r"<\|im_\w+\|>", "", text)
@@ -122,18 +123,18 @@ def test_decodes_what_it_encoded(folder, text):
 
 
 def test_every_end_token_is_known(folder):
-    assert tokenizer.from_hf(str(folder)).eos_ids == (258,)
+    assert hf_tokenizer.open_folder(str(folder)).eos_ids == (258,)
     change(folder / "generation_config.json", eos_token_id=[256, 258, 256])
-    made = tokenizer.from_hf(str(folder))
+    made = hf_tokenizer.open_folder(str(folder))
     assert made.eos_ids == (258, 256)
     change(folder / "generation_config.json", eos_token_id=7)
     change(folder / "config.json", eos_token_id=[9, 7])
-    assert tokenizer.from_hf(str(folder)).eos_ids == (258, 7, 9)
+    assert hf_tokenizer.open_folder(str(folder)).eos_ids == (258, 7, 9)
 
 
 def test_special_tokens_of_both_files(folder):
     change(folder / "special_tokens_map.json", eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-    made = tokenizer.from_hf(str(folder))
+    made = hf_tokenizer.open_folder(str(folder))
     assert made.special_tokens == {
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
@@ -145,22 +146,22 @@ def test_special_tokens_of_both_files(folder):
 
 def test_chat_template_sources(folder):
     settings = folder / "tokenizer_config.json"
-    assert tokenizer.from_hf(str(folder)).chat_template is None
+    assert hf_tokenizer.open_folder(str(folder)).chat_template is None
     change(settings, chat_template="one")
-    assert tokenizer.from_hf(str(folder)).chat_template == "one"
+    assert hf_tokenizer.open_folder(str(folder)).chat_template == "one"
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
     change(settings, chat_template=named)
-    assert tokenizer.from_hf(str(folder)).chat_template == "two"
+    assert hf_tokenizer.open_folder(str(folder)).chat_template == "two"
     (folder / "chat_template.jinja").write_text("three {{ 'é' }}", encoding="utf-8")
-    assert tokenizer.from_hf(str(folder)).chat_template == "three {{ 'é' }}"
+    assert hf_tokenizer.open_folder(str(folder)).chat_template == "three {{ 'é' }}"
 
 
 def test_fingerprint_changes_with_everything_that_matters(folder):
-    seen = [tokenizer.from_hf(str(folder)).fingerprint()]
-    assert tokenizer.from_hf(str(folder)).fingerprint() == seen[0]
+    seen = [hf_tokenizer.open_folder(str(folder)).fingerprint()]
+    assert hf_tokenizer.open_folder(str(folder)).fingerprint() == seen[0]
 
     def now_differs():
-        seen.append(tokenizer.from_hf(str(folder)).fingerprint())
+        seen.append(hf_tokenizer.open_folder(str(folder)).fingerprint())
         assert len(set(seen)) == len(seen)
 
     change(folder / "tokenizer_config.json", chat_template="one")
@@ -195,7 +196,7 @@ def test_damaged_json(folder, name, damage, message):
     change(folder / name)
     damage(folder / name)
     with pytest.raises(errors.ModelError, match=re.escape(str(folder / name)) + ".*" + message):
-        tokenizer.from_hf(str(folder))
+        hf_tokenizer.open_folder(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_damaged_template(folder, damage, message):
     (folder / "chat_template.jinja").write_text("x")
     damage(folder / "chat_template.jinja")
     with pytest.raises(errors.ModelError, match=message):
-        tokenizer.from_hf(str(folder))
+        hf_tokenizer.open_folder(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_damaged_template(folder, damage, message):
 def test_unsound_tokenizer(folder, entries):
     change(folder / "tokenizer.json", **entries)
     with pytest.raises(errors.ModelError, match=r"tokenizer.json: is not a sound tokenizer \("):
-        tokenizer.from_hf(str(folder))
+        hf_tokenizer.open_folder(str(folder))
 
 
 def test_added_tokens_that_would_get_other_ids(folder):
@@ -236,7 +237,7 @@ def test_added_tokens_that_would_get_other_ids(folder):
     model_files.write_json(folder / "tokenizer.json", data)
     message = r"added_tokens = '<.im_\w+.>': is listed with id 300 but gets 25\d"
     with pytest.raises(errors.ModelError, match=message):
-        tokenizer.from_hf(str(folder))
+        hf_tokenizer.open_folder(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -257,13 +258,13 @@ def test_added_tokens_that_would_get_other_ids(folder):
 def test_wrong_settings(folder, entries, message):
     change(folder / "tokenizer_config.json", **entries)
     with pytest.raises(errors.ModelError, match=message):
-        tokenizer.from_hf(str(folder))
+        hf_tokenizer.open_folder(str(folder))
 
 
 def test_end_id_beyond_the_vocabulary(folder):
     change(folder / "generation_config.json", eos_token_id=[258, 5000])
     with pytest.raises(errors.ModelError, match="eos_token_id = 5000: is not in the vocabulary"):
-        tokenizer.from_hf(str(folder))
+        hf_tokenizer.open_folder(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_end_id_beyond_the_vocabulary(folder):
 def test_no_tokenizer_json(tmp_path, name, message):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(errors.ModelError, match=message):
-        tokenizer.from_hf(str(tmp_path))
+        hf_tokenizer.open_folder(str(tmp_path))
 
 
 def test_text_and_ids_that_are_not_tokens():
@@ -299,7 +300,7 @@ def test_ids_equal_transformers(folder, text):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     change(folder / "tokenizer_config.json", **settings)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
-    made = tokenizer.from_hf(str(folder))
+    made = hf_tokenizer.open_folder(str(folder))
     assert ids(made, text) == theirs.encode(text, add_special_tokens=False)
     if not text.startswith("<|im_start|>"):  # transformers doubles the BOS
         assert ids(made, text, add=True) == theirs.encode(text)
@@ -312,7 +313,7 @@ def open_gguf(path, **changes) -> tokenizer.Tokenizer:
     fields = model_files.tokenizer_fields()
     fields |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     model_files.write_gguf(path, fields, {})
-    return tokenizer.from_gguf(gguf_file.open_container(str(path)))
+    return tokenizer_read.read(gguf_file.open_container(str(path)))
 
 
 def test_gguf_tokenizer(tmp_path):

@@ -15,17 +15,15 @@ import numpy as np
 
 from purelora.core import errors
 from purelora.formats import atomic_output, safetensors_file
-from purelora.interop.gguf import read as gguf_read
-from purelora.interop.gguf import tokenizer as gguf_tokenizer
+from purelora.interop.gguf import architectures, rope_scaling, tokenizer_write
 
-Tensors = Mapping[str, safetensors_file.Spec]
+Tensors = Mapping[str, safetensors_file.LazyTensor]
 # Element types of matrices, by GGUF's number of the file's type. Everything else is float32.
 FILE_TYPES: Mapping[str, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _INSTEAD = "write a safetensors folder instead"
 _Q8_0 = gguf_library.GGMLQuantizationType.Q8_0
 # A block of 32 codes, a float16 scale in front of them.
 _Q8_0_BYTES = gguf_library.GGML_QUANT_SIZES[_Q8_0][1]
-_ROPE_FACTORS = "rope_freqs.weight"
 
 # What the writer's methods are called for each key of the config.
 _SETTINGS: Mapping[str, str] = {
@@ -54,7 +52,7 @@ def write_file(
       path: where; it must not exist.
       config: the keys of a Hugging Face config.json of a llama.
       tensors: by Hugging Face name, all of them.
-      tokenizer_fields: the metadata of the tokenizer, made by `gguf_tokenizer`.
+      tokenizer_fields: the metadata of the tokenizer, made by `tokenizer_write`.
       element_type: of matrices, one of `FILE_TYPES`.
 
     Raises:
@@ -68,7 +66,7 @@ def write_file(
     plan = _plan(path, config, tensors, element_type)
     writer = gguf_library.GGUFWriter(None, "llama")
     _add_settings(writer, config, element_type)
-    gguf_tokenizer.add_fields(writer, tokenizer_fields)
+    tokenizer_write.add_fields(writer, tokenizer_fields)
     for item in plan:
         # The type decides, not the dtype that the library asks for.
         shape, n_bytes = item.spec.shape, item.n_bytes
@@ -94,14 +92,14 @@ class _Item:
     name: str
     kind: gguf_library.GGMLQuantizationType
     n_bytes: int
-    spec: safetensors_file.Spec
+    spec: safetensors_file.LazyTensor
     heads: int | None = None
 
 
 def _plan(path: str, config: Mapping[str, Any], tensors: Tensors, element_type: str) -> list[_Item]:
     """What will be written, in order; all tensors without a place in one error."""
     names = _gguf_names(config["num_hidden_layers"])
-    arch = gguf_read.ARCHS["llama"]
+    arch = architectures.ARCHS["llama"]
     plan, problems = [], []
     for hf_name, spec in tensors.items():
         stem, _, ending = hf_name.rpartition(".")
@@ -125,16 +123,16 @@ def _plan(path: str, config: Mapping[str, Any], tensors: Tensors, element_type: 
         raise errors.ModelError.of(errors.first(problems, path))
     factors = _rope_factors(config)
     if factors is not None:
-        spec = safetensors_file.spec_of(factors)
+        spec = safetensors_file.LazyTensor.of(factors)
         plan.append(
-            _Item(_ROPE_FACTORS, gguf_library.GGMLQuantizationType.F32, factors.nbytes, spec)
+            _Item(rope_scaling.FACTORS, gguf_library.GGMLQuantizationType.F32, factors.nbytes, spec)
         )
     return plan
 
 
 def _gguf_names(n_layers: int) -> dict[str, str]:
     """GGUF's name for the module of every tensor that a llama can have."""
-    arch = gguf_read.ARCHS["llama"]
+    arch = architectures.ARCHS["llama"]
     names = {hf_name: name for name, hf_name in arch.top.items()}
     for layer in range(n_layers):
         for name, hf_name in arch.layer.items():
@@ -245,7 +243,7 @@ def _rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
         return None
     head_dim = _head_dim(config)
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    factors = gguf_read.llama3_factors(
+    factors = rope_scaling.llama3_factors(
         wavelengths,
         factor=rope["factor"],
         low=rope["low_freq_factor"],

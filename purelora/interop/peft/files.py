@@ -240,10 +240,10 @@ def _dtype_problems(where: str, modules: Modules) -> Iterator[errors.Problem]:
                 yield errors.Problem(f"{where}: {module} {tensor}", str(array.dtype), what, "")
 
 
-def _specs(modules: Modules) -> Iterator[tuple[str, safetensors_file.Spec]]:
+def _specs(modules: Modules) -> Iterator[tuple[str, safetensors_file.LazyTensor]]:
     """The tensors by PEFT's keys."""
     for module, tensors in modules.items():
         adapted = kinds.is_adapted(tensors)
         for tensor, array in tensors.items():
             key = keys.write(module, tensor, is_adapted=adapted)
-            yield key, safetensors_file.spec_of(array)
+            yield key, safetensors_file.LazyTensor.of(array)

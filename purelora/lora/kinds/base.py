@@ -272,7 +272,7 @@ class Kind:
         return y
 
     def grouped_output(
-        self, bound: Bound, y_RN: jax.Array, x_RK: jax.Array, groups: grouped_matmul.Groups
+        self, bound: Bound, y_RN: jax.Array, x_RK: jax.Array, groups: grouped_matmul.RowGroups
     ) -> jax.Array:
         """The output of a module of experts for rows that are sorted by expert."""
         del bound, x_RK, groups

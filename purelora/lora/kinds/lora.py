@@ -86,7 +86,7 @@ class LoRA(base.Kind):
         bound: base.Bound,
         y_RN: jax.Array,
         x_RK: jax.Array,
-        groups: grouped_matmul.Groups,
+        groups: grouped_matmul.RowGroups,
     ) -> jax.Array:
         factors = bound["lora_a"], bound["lora_b"], bound["scaling"]
         return y_RN + grouped_matmul.delta(x_RK, *factors, groups)

@@ -12,7 +12,7 @@ from purelora.core import errors, param_info
 from purelora.core.paths import Path
 from purelora.lora.kinds import base
 from purelora.lora.targets import EMBEDDING, Adaptation, Target
-from purelora.ops import quant
+from purelora.ops import quant, quant_matmul
 
 LEAF = "trainable_tokens"
 
@@ -44,7 +44,7 @@ class TokenRows(base.Kind):
 
     def output(self, bound: base.Bound, y: jax.Array, call: base.Call) -> jax.Array:
         """Rows of the table are outputs of the head."""
-        rows = quant.dot(call.x, bound[LEAF], -1, y.dtype)
+        rows = quant_matmul.dot(call.x, bound[LEAF], -1, y.dtype)
         columns = call.local_rows(jnp.asarray(bound.token_ids), y.shape[-1])
         return y.at[..., columns].set(rows, mode="drop")
 

@@ -2,7 +2,7 @@
 
 Copied where the base came from a GGUF file; otherwise made from a byte-level BPE tokenizer. GGUF
 has only a name for the way in which such a tokenizer cuts text, so a tokenizer that cuts in no
-way that `tokenizer.from_gguf` knows cannot be written.
+way that `tokenizer_read` knows cannot be written.
 """
 
 import json
@@ -14,6 +14,7 @@ import tokenizers
 
 from purelora.core import errors
 from purelora.formats import gguf_file
+from purelora.interop.gguf import tokenizer_read
 from purelora.weights import tokenizer
 
 _PREFIX = "tokenizer."
@@ -24,37 +25,37 @@ _TYPES = gguf_library.TokenType
 _VALUES = gguf_library.GGUFValueType
 
 
-def copied(container: gguf_file.Container) -> dict[str, Any]:
+def copied_fields(container: gguf_file.Container) -> dict[str, Any]:
     """The tokenizer's metadata of another GGUF file."""
     return {key: value for key, value in container.fields.items() if key.startswith(_PREFIX)}
 
 
-def made(path: str, given: tokenizer.Tokenizer, rows: int) -> dict[str, Any]:
+def fields_of(path: str, written: tokenizer.Tokenizer, rows: int) -> dict[str, Any]:
     """The metadata of a byte-level BPE tokenizer.
 
     Args:
       path: what will be written, for messages.
-      given: the tokenizer.
+      written: the tokenizer.
       rows: rows of the embedding; ids without a token get unused ones, as llama.cpp needs.
 
     Raises:
       ModelError: the tokenizer is of another kind, or does something that GGUF cannot say.
     """
-    data = json.loads(given.backend.to_str())
+    data = json.loads(written.backend.to_str())
     _check_kind(path, data)
-    tokens, types = _vocabulary(given.backend, data, rows)
+    tokens, types = _vocabulary(written.backend, data, rows)
     fields = {
         "model": "gpt2",
         "pre": _cutter_name(path, data),
         "tokens": tokens,
         "token_type": types,
         "merges": [_merge(item) for item in data["model"]["merges"]],
-        "add_bos_token": given.add_bos,
-        **_special_ids(path, given),
+        "add_bos_token": written.add_bos,
+        **_special_ids(path, written),
     }
     named = {f"{_PREFIX}ggml.{key}": value for key, value in fields.items()}
-    if given.chat_template is not None:
-        named[f"{_PREFIX}chat_template"] = given.chat_template
+    if written.chat_template is not None:
+        named[f"{_PREFIX}chat_template"] = written.chat_template
     return named
 
 
@@ -121,22 +122,22 @@ def _merge(item: str | Sequence[str]) -> str:
     return item if isinstance(item, str) else " ".join(item)
 
 
-def _special_ids(path: str, given: tokenizer.Tokenizer) -> dict[str, int]:
+def _special_ids(path: str, written: tokenizer.Tokenizer) -> dict[str, int]:
     """The ids of the special tokens, and of further tokens that end a turn or text."""
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     found: dict[str, int] = {}
     for short, name in keys.items():
-        token = given.special_tokens.get(f"{short}_token")
-        token_id = None if token is None else given.backend.token_to_id(token)
+        token = written.special_tokens.get(f"{short}_token")
+        token_id = None if token is None else written.backend.token_to_id(token)
         if token_id is not None:
             found[f"{name}_token_id"] = token_id
-    more = [token_id for token_id in given.eos_ids if token_id != found.get("eos_token_id")]
+    more = [token_id for token_id in written.eos_ids if token_id != found.get("eos_token_id")]
     slots = ["eot_token_id", "eom_token_id"]
     if "eos_token_id" not in found:
         slots.insert(0, "eos_token_id")
     if len(more) > len(slots):
-        what = f"are {len(given.eos_ids)} ids that end a text, and GGUF has no place for so many"
-        raise errors.ModelError(f"{path}: eos_token_id", given.eos_ids, what, _INSTEAD)
+        what = f"are {len(written.eos_ids)} ids that end a text, and GGUF has no place for so many"
+        raise errors.ModelError(f"{path}: eos_token_id", written.eos_ids, what, _INSTEAD)
     return found | dict(zip(slots, more, strict=False))
 
 
@@ -164,5 +165,5 @@ def _sample(name: str) -> dict[str, Any]:
     fields = {"model": "gpt2", "pre": name, "tokens": ["a", "b", "ab"], "token_type": [1, 1, 1],
               "merges": ["a b"]}  # fmt: skip
     named = {f"{_PREFIX}ggml.{key}": value for key, value in fields.items()}
-    sample = tokenizer.from_gguf(gguf_file.Container("sample", named, {}))
+    sample = tokenizer_read.read(gguf_file.Container("sample", named, {}))
     return json.loads(sample.backend.to_str())

@@ -1,5 +1,6 @@
 """Adapters in and out: the same bits both ways, and the same logits as PEFT's own."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -35,7 +36,7 @@ def made(name: str, tied: bool):
     m = plain.adapted(settings)
     base = tiny.weights(plain)
     leaves = trained(m, base)
-    known = record.of_model(m, settings, "tiny")
+    known = record.from_json(json.loads(json.dumps(record.of_model(m, settings, "tiny").to_json())))
     adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
     return m, base, leaves, adapter
 
@@ -45,6 +46,56 @@ def logits(m: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np
     kept = {p: leaf for p, leaf in trees.flatten(base).items() if p not in m.adaptation.full}
     run = jax.jit(lambda t, b: m.logits(t, b, ids))
     return np.asarray(run(trainable, trees.unflatten(kept)))
+
+
+def test_record_of_an_older_run_is_read_and_written_alike():
+    """The JSON of versions that had no adapter kinds but LoRA, with DoRA as a flag."""
+    q_proj = {
+        "layers": [1],
+        "names": ["model.layers.1.self_attn.q_proj"],
+        "ranks": [4],
+        "scalings": [2.0],
+        "is_embedding": False,
+        "use_dora": True,
+    }
+    peft = {
+        "r": 4,
+        "lora_alpha": 8.0,
+        "target_modules": ["model.layers.1.self_attn.q_proj"],
+        "target_parameters": [],
+        "exclude_modules": [],
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "layers_to_transform": None,
+        "layers_pattern": [],
+        "use_rslora": False,
+        "use_dora": True,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "init_lora_weights": "default",
+        "modules_to_save": ["model.norm"],
+        "trainable_token_indices": {"embed_tokens": [5, 2]},
+        "ensure_weight_tying": False,
+        "base_model_name_or_path": "tiny",
+    }
+    stored = {
+        "targets": {"layers.self_attn.q_proj": q_proj},
+        "full": {"norm.weight": {"modules": ["model.norm"], "stacked": False, "transposed": False}},
+        "tokens": {"model.embed_tokens": [5, 2]},
+        "peft": peft,
+        "interleaved": False,
+    }
+    settings = tiny.lora_config(
+        target_modules=r".*\.1\..*q_proj",
+        use_dora=True,
+        modules_to_save=("norm",),
+        trainable_token_indices=(5, 2),
+    )
+    m = plain_model(tied=True).adapted(settings)
+    known = record.of_model(m, settings, "tiny")
+    assert json.dumps(known.to_json()) == json.dumps(stored)
+    assert record.from_json(stored) == known
+    assert record.from_json(stored).adaptation == m.adaptation
 
 
 @pytest.mark.parametrize(("name", "tied"), CASES)

@@ -59,7 +59,7 @@ def adapted(name: str, seed: int = 9) -> tuple[causal_lm.CausalLM, Any, artefact
     m = tiny.model(FAMILY, **SIZES).adapted(settings)
     leaves = lora_masked(tiny.noisy(tiny.adapters(m, fresh=True), seed=seed), m)
     host = {path: np.asarray(leaf) for path, leaf in trees.flatten(leaves).items()}
-    known = json.loads(json.dumps(record.of_model(m, settings, "base")))
+    known = record.from_json(json.loads(json.dumps(record.of_model(m, settings, "base").to_json())))
     return m, host, unroll.unrolled(host, known, path="run", base_fingerprint="f" * 64)
 
 

@@ -19,11 +19,13 @@ import time
 
 from common import runs
 
+KEPT = ("kind", "step", "loss")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="qlora", help="name of a file in configs/")
-    parser.add_argument("--out", help="file to copy the run's metrics.jsonl to")
+    parser.add_argument("--out", help="file to write the losses to, a JSON line each")
     parser.add_argument("--smoke", action="store_true", help="configs/tiny.py, two steps")
     arguments = parser.parse_args()
     changes = []
@@ -37,10 +39,12 @@ def main() -> None:
         subprocess.run([*command, f"--config.workdir={folder}"], check=True)
         secs = time.perf_counter() - start
         text = pathlib.Path(folder, "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
     if arguments.out:
-        pathlib.Path(arguments.out).write_text(text)
+        kept = [{key: r[key] for key in KEPT} for r in records if r["kind"] in ("train", "eval")]
+        pathlib.Path(arguments.out).write_text("".join(json.dumps(r) + "\n" for r in kept))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    losses = [r["loss"] for r in map(json.loads, text.splitlines()) if r["kind"] == "eval"]
+    losses = [r["loss"] for r in records if r["kind"] == "eval"]
     print(
         f"{secs:.0f} s, peak {peak / 1e9:.2f} GB, eval loss {losses[0]:.4f} -> {losses[-1]:.4f} "
         f"({1 - losses[-1] / losses[0]:.0%} lower), load {os.getloadavg()[0]:.1f}"

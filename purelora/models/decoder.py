@@ -254,5 +254,6 @@ def head(bound: trees.Tree) -> params.Module:
     if own is not None and own.weight is not None:
         return own
     # The table itself, without the adapters that it has as an embedding.
-    adapter = {name: None if own is None else getattr(own, name) for name in params.ADAPTER_FIELDS}
-    return dataclasses.replace(tied, name=targets.HEAD, **adapter)
+    shared = tuple(adapter for adapter in tied.adapters if adapter.kind.is_of_table)
+    adapters = (*(() if own is None else own.adapters), *shared)
+    return dataclasses.replace(tied, name=targets.HEAD, adapters=adapters)

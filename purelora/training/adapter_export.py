@@ -22,8 +22,9 @@ from purelora.core import errors, trees
 from purelora.core.batch import Inputs
 from purelora.formats import atomic_output, source
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import adapter_sources, algebra, artefact, attach
 from purelora.interop.peft import files as peft_files
+from purelora.lora import targets
 from purelora.models import causal_lm
 from purelora.training import beginning, run_folder, setup
 
@@ -65,7 +66,7 @@ def export(run: str, output: str, *, base: Base | None = None) -> Exported:
     """
     atomic_output.check_free(output)
     checkpoints, step = store.find(pathlib.Path(run))
-    adapter = convert.of_checkpoint(checkpoints, step, where=f"{run} (step {step})")
+    adapter = adapter_sources.of_checkpoint(checkpoints, step, where=f"{run} (step {step})")
     if base is not None:
         _check_base(base, adapter)
         changed = dataclasses.replace(adapter.config, base_model_name_or_path=base.path)
@@ -78,12 +79,12 @@ def export(run: str, output: str, *, base: Base | None = None) -> Exported:
         raise
 
 
-def _check_base(base: Base, adapter: peft_files.Adapter) -> None:
+def _check_base(base: Base, adapter: artefact.Adapter) -> None:
     """Raises ModelError unless `base` is the one that the adapter was trained on."""
     opened = open_model.open_model(base.path, hf_folder=base.hf_folder)
     model = causal_lm.from_hf(opened.source.config, opened.source.path, dtype="float32")
     layout = model.layout_of(opened.source.shapes())
-    convert.check_base(adapter, source.identify(opened.source, layout.shapes))
+    attach.check_base(adapter, source.identify(opened.source, layout.shapes))
 
 
 def check(
@@ -129,7 +130,7 @@ def _logit_difference(
     again = beginning.base_again(checkpoints, step, model, plan, _quiet)
     frozen, tokens = again.base, _tokens(model)
     wanted = _logits(plan.model, trees.unflatten(checkpoints.trained(step)), frozen, tokens)
-    attached = convert.attach(
+    attached = attach.attach(
         peft_files.read(folder), plan.model, base_fingerprint=again.fingerprint
     )
     logits = _logits(attached.model, attached.trainable, frozen, tokens)
@@ -181,9 +182,8 @@ def _tokens(model: builtin.Model) -> jax.Array:
 def _logits(
     model: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree, tokens: jax.Array
 ) -> np.ndarray:
-    full = model.adaptation.full
-    kept = {path: leaf for path, leaf in trees.flatten(base).items() if path not in full}
+    frozen = targets.split_trained(trees.flatten(base), model.adaptation).frozen
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     inputs = Inputs(tokens, positions, jnp.ones_like(tokens))
     logits = jax.jit(lambda t, b: model.logits(t, b, inputs))
-    return np.asarray(logits(trainable, trees.unflatten(kept)))
+    return np.asarray(logits(trainable, trees.unflatten(frozen)))

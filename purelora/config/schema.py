@@ -182,6 +182,7 @@ class Config:
 
 
 KEYS = {declared.path: declared for declared in declare.declarations(Config)}
+
 # Settings that may differ between a run and its continuation.
 RESUMABLE: Sequence[str] = tuple(path for path, it in KEYS.items() if it.key.is_resumable)
 # Keys that older checkpoints lack, with the value that stands for what was done then.

@@ -13,7 +13,7 @@ from purelora.config import checks, schema
 from purelora.core import errors, train_state, trees
 from purelora.data import load as data_load
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import convert
+from purelora.interop.peft import record
 from purelora.multihost import runtime
 from purelora.training import (
     beginning,
@@ -168,7 +168,7 @@ def _meta(
     }
     lora = plan.config.lora
     path = plan.config.model.path
-    adaptation = convert.record(plan.model, lora, path) if lora.enabled else None
+    adaptation = record.of_model(plan.model, lora, path).to_json() if lora.enabled else None
     return {
         "config": schema.as_flat(plan.config) | resolved,
         "base_fingerprint": base_fingerprint,

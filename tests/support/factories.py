@@ -1,5 +1,7 @@
 """Optimisers that `optim.factory` names, as a user writes them; and functions that are none."""
 
+from typing import Any
+
 import jax
 import optax
 
@@ -9,10 +11,24 @@ NO_FUNCTION = 3
 
 
 def mixed(cfg: schema.OptimConfig) -> optax.GradientTransformation:
-    """With every sort of state: a count and a key, sums of rows and columns, a mean of updates."""
-    noise = optax.add_noise(0.01, 0.55, key=jax.random.key(3))
+    """With every sort of state: a count, a key, sums of rows and columns, a mean of updates."""
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
-    return optax.chain(noise, factored, optax.ema(cfg.b1))
+    return optax.chain(_drawn(), factored, optax.ema(cfg.b1))
+
+
+def _drawn() -> optax.GradientTransformation:
+    """Multiplies each update by a number that it draws: its state is a key."""
+
+    def init(params: Any) -> jax.Array:
+        del params
+        return jax.random.key(3)
+
+    def update(updates: Any, key: jax.Array, params: Any = None) -> tuple[Any, jax.Array]:
+        del params
+        number = jax.random.uniform(key, minval=0.5)
+        return jax.tree.map(lambda u: u * number, updates), jax.random.fold_in(key, 1)
+
+    return optax.GradientTransformation(init, update)
 
 
 def plain_lion(cfg: schema.OptimConfig) -> optax.GradientTransformation:

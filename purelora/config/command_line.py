@@ -1,4 +1,9 @@
-"""The command line: a config file, overrides, and errors without tracebacks."""
+"""The command line: a config file, overrides, and errors without tracebacks.
+
+It is our own because the parsers that there are (absl, tyro, ml_collections' config_flags) stop at
+the first mistake. This one reports all of them at once, each with its remedy: the nearest name, or
+what a key of another program is called here.
+"""
 
 import contextlib
 import dataclasses
@@ -10,9 +15,9 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from purelora.config import config_file, from_text
-from purelora.config import schema as config
+from purelora.config import config_file, foreign_keys, from_dict, from_text, key_types, schema
 from purelora.core import errors
+from purelora.core.paths import Path
 
 # The options of the commands that are paths: a leading `~` in them is the user's home.
 PATHS = frozenset({"adapter", "hf_folder", "model", "output", "prompts_file", "run", "workdir"})
@@ -24,7 +29,7 @@ T = TypeVar("T")
 class Arguments(NamedTuple):
     """A parsed command line: the configuration, and the names of the flags that were given."""
 
-    config: config.Config
+    config: schema.Config
     flags: frozenset[str]
 
 
@@ -48,7 +53,7 @@ def parse(argv: Sequence[str], flags: Sequence[str]) -> Arguments:
             problems.append(problem)
     if problems:
         raise errors.ConfigError.of(problems)
-    return Arguments(config.parse(raw), frozenset(given))
+    return Arguments(from_dict.parse(raw), frozenset(given))
 
 
 def _sort_arguments(
@@ -82,11 +87,11 @@ def _sort_arguments(
 def _unknown_argument(argument: str, flags: Sequence[str]) -> errors.Problem:
     known = ["--config", *(f"--{flag}" for flag in flags)]
     bare = argument.partition("=")[0].lstrip("-")
-    keys = config.field_types()
+    keys = schema.field_types()
     if bare in keys:
         remedy = f"write --config.{bare}"
-    elif bare in config.FOREIGN_KEYS:
-        remedy = f"--config.KEY=VALUE sets a key; here it is {config.FOREIGN_KEYS[bare]}"
+    elif bare in foreign_keys.FOREIGN_KEYS:
+        remedy = f"--config.KEY=VALUE sets a key; here it is {foreign_keys.FOREIGN_KEYS[bare]}"
     else:
         near = difflib.get_close_matches(argument, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, --config.KEY"
@@ -197,7 +202,7 @@ def _option(where: str, texts: Sequence[str], annotation: Any) -> tuple[Any, err
     if len(texts) > 1:
         return None, errors.Problem(where, texts[-1], "is given more than once", "give it once")
     value = from_text.parse(texts[0], annotation)
-    return value, config.type_problem(where, value, annotation)
+    return value, key_types.problem(where, value, annotation)
 
 
 def _sort_options(
@@ -238,16 +243,16 @@ def _unknown_option(argument: str, names: Sequence[str]) -> errors.Problem:
 
 def _override(raw: dict[str, Any], key: str, text: str) -> errors.Problem | None:
     """Sets one key from the command line, or says why not."""
-    annotation = config.field_types().get(key)
+    annotation = schema.field_types().get(key)
     if annotation is None:
-        sections = {name.rpartition(".")[0] for name in config.field_types()}
+        sections = {path.parent for path in schema.KEYS}
         if key in sections - {""}:
             return errors.Problem(key, text, "is a section of keys", f"set --config.{key}.KEY")
-        return config.unknown_key(key)
+        return foreign_keys.unknown_key(key)
     value = from_text.parse(text, annotation)
-    problem = config.type_problem(key, value, annotation)
+    problem = key_types.problem(key, value, annotation)
     if problem is None:
-        *parents, name = key.split(".")
+        *parents, name = Path(key).parts
         section: Any = raw
         for parent in parents:
             section = section[parent]

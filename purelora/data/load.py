@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from purelora.config import schema
 from purelora.core import errors
 from purelora.data import batches, chat, examples, packing, records, sets
-from purelora.weights import tokenizer as tokenizers
+from purelora.data.report import DataReport
+from purelora.weights.tokenizer import Tokenizer
 
 
 class RunData(NamedTuple):
@@ -29,7 +30,7 @@ class RunData(NamedTuple):
     fingerprint: str
 
 
-def load(settings: schema.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
+def load(settings: schema.Config, tokenizer: Tokenizer) -> RunData:
     """Reads, tokenises, splits and packs the data.
 
     Raises:
@@ -61,7 +62,7 @@ def load(settings: schema.Config, tokenizer: tokenizers.Tokenizer) -> RunData:
 
 
 def batches_of(
-    rows: Iterable[Mapping[str, Any]], settings: schema.Config, tokenizer: tokenizers.Tokenizer
+    rows: Iterable[Mapping[str, Any]], settings: schema.Config, tokenizer: Tokenizer
 ) -> batches.Batches:
     """Training batches of rows in memory, as `load` makes them of a file.
 
@@ -80,7 +81,7 @@ def batches_of(
 
 def _encoder(
     settings: schema.Config,
-    tokenizer: tokenizers.Tokenizer,
+    tokenizer: Tokenizer,
     template: chat.ChatTemplate | None,
 ) -> examples.Encoder:
     return examples.Encoder(
@@ -91,9 +92,7 @@ def _encoder(
     )
 
 
-def compile_template(
-    settings: schema.Config, tokenizer: tokenizers.Tokenizer
-) -> chat.ChatTemplate | None:
+def compile_template(settings: schema.Config, tokenizer: Tokenizer) -> chat.ChatTemplate | None:
     """The chat template of the config's file, or the model's own; None without either."""
     source = tokenizer.chat_template
     if settings.data.chat_template is not None:
@@ -121,10 +120,12 @@ def compile_template(
 
 def _examples(
     key: str, name: str, encoder: examples.Encoder, settings: schema.Config
-) -> tuple[list[examples.Example], examples.DataReport]:
-    found = records.read(sets.resolve(name, key))
+) -> tuple[list[examples.Example], DataReport]:
     return examples.build(
-        found, encoder, max_length=settings.max_length, too_long=settings.data.too_long
+        records.read(sets.resolve(name, key)),
+        encoder,
+        max_length=settings.max_length,
+        too_long=settings.data.too_long,
     )
 
 

@@ -15,16 +15,14 @@ A message may have `train`: assistant messages train unless they say `false`; no
 The messages of a `prompt` list are context: they do not train. Other columns are ignored.
 """
 
-import codecs
 import dataclasses
 import difflib
-import json
 import pathlib
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from purelora.core import errors
+from purelora.data import json_rows
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -110,11 +108,9 @@ def of_rows(rows: Iterable[Mapping[str, Any]], where: str = "records") -> list[R
 
 def read(path: pathlib.Path) -> list[Record]:
     """Reads all records of a `.jsonl` or `.json` file, or reports all its problems at once."""
-    text = _decode(path, _bytes(path))
-    rows = _list_rows if path.suffix == ".json" else _line_rows
     problems: list[errors.Problem] = []
     records: list[Record] = []
-    for line, row in rows(path, text, problems):
+    for line, row in json_rows.rows_of(path, problems):
         try:
             records.append(_record(row, f"{path}:{line}"))
         except errors.DataError as error:
@@ -124,130 +120,6 @@ def read(path: pathlib.Path) -> list[Record]:
     if not records:
         raise errors.DataError(str(path), None, "holds no records", "add at least one row")
     return records
-
-
-def _bytes(path: pathlib.Path) -> bytes:
-    if path.suffix not in (".jsonl", ".json"):
-        raise errors.DataError(
-            str(path),
-            None,
-            f"has the unknown suffix {path.suffix!r}",
-            "name it .jsonl (one object a line) or .json (a list of objects)",
-        )
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            return path.read_bytes()
-    except FileNotFoundError as error:
-        folder = path.parent.resolve()
-        raise errors.DataError(
-            str(path), None, f"does not exist (looked in {folder})", "check the path"
-        ) from error
-    except OSError as error:
-        raise errors.DataError(
-            str(path), None, f"cannot be read: {error.strerror}", "check the path"
-        ) from error
-    kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-    raise errors.DataError(str(path), None, f"is {kind}", "name a .jsonl or .json file")
-
-
-def _decode(path: pathlib.Path, data: bytes) -> str:
-    """Decodes UTF-8, with or without its byte order mark."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise errors.DataError(str(path), None, "is UTF-16", "save it as UTF-8")
-    body = data.removeprefix(codecs.BOM_UTF8)
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = body.count(b"\n", 0, error.start) + 1
-        offset = error.start + len(data) - len(body)
-        raise errors.DataError(
-            f"{path}:{line}",
-            body[error.start : error.end],
-            f"is not UTF-8 (byte {offset} of the file)",
-            "save the file as UTF-8",
-        ) from error
-
-
-# JSON to rows -------------------------------------------------------------------------------
-
-
-class _DuplicateKeyError(ValueError):
-    """An object that has one key twice; JSON leaves open which value counts."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise _DuplicateKeyError("the key " + ", ".join(map(repr, twice)) + " twice in one object")
-    return result
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-
-
-def _line_rows(
-    path: pathlib.Path, text: str, problems: list[errors.Problem]
-) -> Iterator[tuple[int, Any]]:
-    """Yields (line, row) of a `.jsonl` file; a line that is not JSON goes to `problems`."""
-    # Not str.splitlines: a JSON string may hold U+2028 and its like as they are.
-    for line, raw in enumerate(text.split("\n"), start=1):
-        if not raw.strip():
-            continue
-        try:
-            row = _DECODER.decode(raw)
-        except (ValueError, RecursionError) as error:
-            problems.append(_bad_json(f"{path}:{line}", raw, error))
-            continue
-        yield line, row
-
-
-def _list_rows(
-    path: pathlib.Path, text: str, problems: list[errors.Problem]
-) -> Iterator[tuple[int, Any]]:
-    """Yields (line, row) of a `.json` file; if it is not a list, that goes to `problems`."""
-    if not text.strip():
-        return
-    try:
-        rows = _DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raw = text.split("\n")[line - 1]
-        problems.append(_bad_json(f"{path}:{line}", raw, error))
-        return
-    if not isinstance(rows, list):
-        remedy = "put the rows in [...], or name the file .jsonl if it has one object a line"
-        problems.append(errors.Problem(f"{path}:1", rows, "is not a list of objects", remedy))
-        return
-    yield from zip(_item_lines(text, len(rows)), rows, strict=True)
-
-
-def _item_lines(text: str, count: int) -> Iterator[int]:
-    """The line on which each of the `count` items of the JSON list `text` begins."""
-    line, start, position = 1, 0, text.index("[") + 1
-    for _ in range(count):
-        while text[position] in ", \t\r\n":
-            position += 1
-        line += text.count("\n", start, position)
-        yield line
-        start, (_, position) = position, _DECODER.raw_decode(text, position)
-
-
-def _bad_json(where: str, raw: str, error: Exception) -> errors.Problem:
-    if isinstance(error, _DuplicateKeyError):
-        return errors.Problem(where, raw, f"has {error}", "keep one of them")
-    detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    return errors.Problem(
-        where,
-        raw,
-        f"is not valid JSON ({detail or error})",
-        "a .jsonl file has one complete object a line, a .json file one list of objects",
-    )
-
-
-# Rows to records ----------------------------------------------------------------------------
 
 
 def _record(row: object, where: str) -> Record:
@@ -402,9 +274,11 @@ def _tools(value: object, where: str) -> tuple[Any, ...] | None:
     if isinstance(value, str):
         text = value
         try:
-            value = _DECODER.decode(text)
+            value = json_rows.DECODER.decode(text)
         except (ValueError, RecursionError) as error:
-            raise errors.DataError.of([_bad_json(f"{where}: tools", text, error)]) from error
+            raise errors.DataError.of(
+                [json_rows.invalid_json(f"{where}: tools", text, error)]
+            ) from error
     if value is None:
         return None
     if not isinstance(value, list):
@@ -425,5 +299,5 @@ def _string(value: object, where: str) -> str:
 
 
 def _wrong_type(where: str, value: object, wanted: str, remedy: str) -> errors.DataError:
-    found = _JSON_TYPES[type(value)]
-    return errors.DataError(where, value, f"is {found}, where {wanted} should be", remedy)
+    json_type = _JSON_TYPES[type(value)]
+    return errors.DataError(where, value, f"is {json_type}, where {wanted} should be", remedy)

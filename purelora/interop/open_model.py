@@ -25,6 +25,7 @@ from purelora.interop.maxtext import read as maxtext_read
 from purelora.models import causal_lm
 from purelora.ops import quant
 from purelora.weights import hf_tokenizer
+from purelora.weights.hf_folder import read_config, read_unquantised
 
 # The folder in a run's own that holds the tokenizer's files.
 TOKENIZER = "tokenizer"
@@ -59,6 +60,27 @@ def open_model(
         what = f"has no folder {TOKENIZER} beside its checkpoints"
         raise errors.ModelError(str(run), None, what, "give the whole folder of the run")
     return builtin.Model(opened, hf_tokenizer.open_folder(str(run / TOKENIZER)))
+
+
+def open_config(path: str, hf_folder: str | None = None) -> Mapping[str, Any]:
+    """The config.json of the model at `path`; neither weights nor tokenizer need to be there.
+
+    Args:
+      path: a config.json, a folder that has one, or whatever else `model.path` may name.
+      hf_folder: `model.hf_folder`; if it is set, the config.json is read from there.
+
+    Raises:
+      ModelError: there is none, or it is damaged.
+    """
+    if hf_folder is not None:
+        return read_config(os.path.expanduser(hf_folder))
+    file = os.path.expanduser(path)
+    if file.endswith(".json") and not path.startswith(builtin.RANDOM):
+        return read_unquantised(file)
+    is_folder = os.path.isdir(file) and path not in builtin.NAMES
+    if is_folder and not is_run(pathlib.Path(file)):
+        return read_config(file)
+    return open_model(path).source.config
 
 
 def _open_maxtext(path: str, arrays: str, hf_folder: str | None) -> builtin.Model:
@@ -154,20 +176,20 @@ class RunSource:
 def _check_base(
     checkpoints: store.Checkpoints, step: int, meta: Mapping[str, Any], where: str
 ) -> None:
-    own = meta["config"]["model.path"]
+    base_path = meta["config"]["model.path"]
     if "base" not in checkpoints.extras(step):
         what = "holds adapters without their base"
-        remedy = f"set model.path={own} and init_adapter={where}"
+        remedy = f"set model.path={base_path} and init_adapter={where}"
         raise errors.CheckpointError(where, None, what, remedy)
     if meta["config"]["lora.init_lora_weights"] in config.FACTORED_INITS:
         init = meta["config"]["lora.init_lora_weights"]
         what = f"holds a base that its initial adapters were taken out of ({init})"
-        raise errors.CheckpointError(where, None, what, f"set model.path={own}")
-    whole = sorted(meta["adaptation"]["full"])
-    if whole:
-        named = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if whole[3:] else "")
+        raise errors.CheckpointError(where, None, what, f"set model.path={base_path}")
+    full = sorted(meta["adaptation"]["full"])
+    if full:
+        named = ", ".join(full[:3]) + (f" and {len(full) - 3} more" if full[3:] else "")
         what = f"holds a base without the weights that were trained whole ({named})"
-        remedy = f"set model.path={own} and init_adapter={where}"
+        remedy = f"set model.path={base_path} and init_adapter={where}"
         raise errors.CheckpointError(where, None, what, remedy)
 
 
@@ -192,8 +214,8 @@ def _joined(
 def _fits(leaf: Any, like: Any) -> bool:
     if isinstance(leaf, qwix.QArray) != isinstance(like, qwix.QArray):
         return False
-    found, wanted = jax.tree.leaves(leaf), jax.tree.leaves(like)
+    arrays, infos = jax.tree.leaves(leaf), jax.tree.leaves(like)
     return all(
         isinstance(i, param_info.ParamInfo) and a.shape == i.shape and a.dtype == np.dtype(i.dtype)
-        for a, i in zip(found, wanted, strict=True)
+        for a, i in zip(arrays, infos, strict=True)
     )

@@ -25,6 +25,9 @@ _CONNECT_SECS = 60.0
 # How long an end waits for the others to hear of it.
 _END_SECS = 10.0
 _LOST_STATUS = 1
+# How long a fault waits for the end of another process to be seen. A collective that a process has
+# left fails in the others, and whichever is noticed first, it is the process that must be named.
+_ECHO_SECS = 5.0
 _KEY = "purelora/links"
 _BYE = {"bye": True}
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -113,6 +116,7 @@ class _Hub:
         self._connections: dict[int, socket.socket] = {}
         self._ended = {index: threading.Event() for index in range(1, count)}
         self._is_over = threading.Event()
+        self._has_lost = threading.Event()
         self._first = threading.Lock()
         token = secrets.token_hex()
         with _server(host, count) as server:
@@ -146,18 +150,25 @@ class _Hub:
                     return
                 # In a thread of its own: it waits for this one to see the process end.
                 told = (message["text"], message["status"])
-                threading.Thread(target=self._end_all, args=told, daemon=True).start()
+                threading.Thread(target=self._end_failed, args=told, daemon=True).start()
         except (OSError, ValueError):
             pass  # As if it had been closed.
         self._ended[index].set()
         if not self._is_over.is_set():
+            self._has_lost.set()
             self._end_all(_lost(f"process {index} of {self._count}"), _LOST_STATUS)
 
     def fail(self, text: str, status: int) -> NoReturn:
         """See `Link`."""
-        self._end_all(text, status)
+        self._end_failed(text, status)
         threading.Event().wait()  # Another thread ends this process.
         raise AssertionError
+
+    def _end_failed(self, text: str, status: int) -> None:
+        """As `_end_all`, unless the failure is the echo of a process that has gone."""
+        if status == _LOST_STATUS and self._has_lost.wait(_ECHO_SECS):
+            return
+        self._end_all(text, status)
 
     def _end_all(self, text: str, status: int) -> None:
         """Prints `text` and ends all processes, this one last; the first call counts."""
@@ -207,11 +218,9 @@ class _Spoke:
 
     def fail(self, text: str, status: int) -> NoReturn:
         """See `Link`."""
-        try:
+        with contextlib.suppress(OSError):
             _send(self._connection, {"text": text, "status": status})
-            threading.Event().wait(2 * _END_SECS)  # `_listen` ends this process.
-        except OSError:
-            pass
+        threading.Event().wait(2 * _END_SECS)  # `_listen` ends this process.
         _exit(f"process {self._index}: {text}", status)
 
     def close(self) -> None:

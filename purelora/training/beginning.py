@@ -14,8 +14,7 @@ from purelora.config import schema
 from purelora.core import errors, param_info, trees
 from purelora.formats import source as sources
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import convert
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import adapter_sources, artefact, attach
 from purelora.lora import weight_init
 from purelora.multihost import runtime
 from purelora.sharding import host_arrays, specs
@@ -105,8 +104,8 @@ def begin_fresh(model: builtin.Model, plan: Plan, say: Say) -> Beginning:
     loaded = load_weights(model, plan, say, split)
     adapters = None
     if warm is not None:
-        convert.check_base(warm.adapter, loaded.fingerprint)
-        convert.check_copies(warm.attached, loaded.tree)
+        attach.check_base(warm.adapter, loaded.fingerprint)
+        attach.check_copies(warm.attached, loaded.tree)
         notes = "".join(f"; {note}" for note in warm.attached.notes)
         say(f"adapters from {plan.config.init_adapter}{notes}")
         adapters = warm.attached.trainable
@@ -168,8 +167,8 @@ def through_boundary(
 
 
 class _Warm(NamedTuple):
-    adapter: peft_files.Adapter
-    attached: convert.Attached
+    adapter: artefact.Adapter
+    attached: attach.Attached
 
 
 def _open_warm(plan: Plan, base: Mapping[str, Any]) -> _Warm | None:
@@ -180,9 +179,9 @@ def _open_warm(plan: Plan, base: Mapping[str, Any]) -> _Warm | None:
     path = plan.config.init_adapter
     if path is None:
         return None
-    adapter = convert.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
-    attached = convert.attach(adapter, plan.model, base_fingerprint=None)
-    problems = convert.differences(attached.model.adaptation, plan.model.adaptation, path)
+    adapter = adapter_sources.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
+    attached = attach.attach(adapter, plan.model, base_fingerprint=None)
+    problems = attach.differences(attached.model.adaptation, plan.model.adaptation, path)
     if problems:
         what = f"does not fit lora.* of this run: {len(problems)} differences"
         head = errors.Problem("init_adapter", path, what, "set lora.* to what it was trained with")

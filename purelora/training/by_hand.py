@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from purelora.checkpoint import retention, store
-from purelora.config import config_file, schema
+from purelora.config import config_file, from_dict, schema
 from purelora.core import errors, train_state, trees
 from purelora.core.batch import Batch
 from purelora.data import load as data_load
@@ -53,19 +53,13 @@ def configure(name: str = "base", overrides: Mapping[str, Any] | None = None) ->
       ConfigError: an unknown name or key, or values that do not fit; all in one error.
     """
     raw = config_file.load(pathlib.Path(name))
-    types, problems = schema.field_types(), []
     for key, value in (overrides or {}).items():
-        if key not in types:
-            problems.append(schema.unknown_key(key))
-            continue
-        *parents, leaf = key.split(".")
-        section = raw
-        for parent in parents:
-            section = section[parent]
-        section[leaf] = value
-    if problems:
-        raise errors.ConfigError.of(problems)
-    return schema.parse(raw)
+        *sections, leaf = key.split(".")
+        keys = raw
+        for section in sections:
+            keys = keys.setdefault(section, {})
+        keys[leaf] = value
+    return from_dict.parse(raw)
 
 
 def plan_run(

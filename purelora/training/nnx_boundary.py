@@ -16,7 +16,7 @@ from flax import nnx
 from purelora.core import errors, trees
 from purelora.core.batch import Batch, Inputs
 from purelora.core.paths import Path
-from purelora.lora import adapters as lora
+from purelora.lora import kinds
 from purelora.models.loss import Losses
 from purelora.training.step import Forward
 
@@ -59,7 +59,7 @@ class LanguageModel(Node):
 def _node_or_param(name: str, value: Any, spec: Any) -> Node | nnx.Param:
     if isinstance(value, Mapping):
         return Node(value, spec)
-    kind = nnx.LoRAParam if lora.is_adapter(name) else nnx.Param
+    kind = nnx.LoRAParam if kinds.is_adapter(name) else nnx.Param
     codes_spec = spec.qvalue if isinstance(spec, qwix.QArray) else spec
     # The annotation is metadata here: the arrays are placed already, and no mesh is in scope.
     return kind(value, out_sharding=tuple(codes_spec), eager_sharding=False)

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs import tiny as tiny_config
-from purelora.checkpoint import compatibility, manifest, retention, store
-from purelora.config import schema as config
+from purelora.checkpoint import compatibility, document, manifest, retention, store
+from purelora.config import from_dict
 from purelora.core import errors, train_state
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
@@ -298,7 +298,7 @@ def _unfinish(path: Path, meta: str | None) -> None:
 @pytest.mark.parametrize(
     ("meta", "is_foreign"),
     [
-        (f'{{"format": {store.FORMAT}, "config": {{}}}}', False),
+        (f'{{"format": {document.FORMAT}, "config": {{}}}}', False),
         ("", False),  # What a failure of the machine can leave.
         ("\0" * 40, False),
         ('{"config": {}}', True),
@@ -355,7 +355,7 @@ def test_a_step_of_another_format_is_not_read(
     path = tmp_path / "checkpoints" / "5"
     file = path / "meta" / "metadata"
     meta = json.loads(file.read_text())
-    assert meta.pop("format") == store.FORMAT
+    assert meta.pop("format") == document.FORMAT
     file.write_text(json.dumps(meta if found is None else {**meta, "format": found}))
     (path / manifest.NAME).unlink()
     manifest.write(path)
@@ -366,7 +366,7 @@ def test_a_step_of_another_format_is_not_read(
     ):
         error = _refused(read)
         assert f"{path}: was written by another version of purelora: it {message}" in str(error)
-        assert f"reads {store.FORMAT}" in str(error)
+        assert f"reads {document.FORMAT}" in str(error)
 
 
 def test_a_name_with_zeros_before_it_is_no_step(
@@ -703,11 +703,11 @@ def test_settings_that_contradict_each_other(changes: dict[str, Any], message: s
         else:
             section[key] = value
     with pytest.raises(errors.ConfigError, match=message):
-        config.parse(raw)
+        from_dict.parse(raw)
 
 
 def test_settings_that_fit_together() -> None:
     raw = tiny_config.get_config().to_dict()
     raw["eval_steps"] = 20
     raw["checkpoint"].update(keep_best=True, keep_every=30, save_secs=1.5, save_base=True)
-    assert config.parse(raw).checkpoint.keep_every == 30
+    assert from_dict.parse(raw).checkpoint.keep_every == 30

@@ -12,10 +12,11 @@ import sys
 import jax
 import pytest
 
-from purelora.analysis import footprint, hlo
+from purelora.analysis import estimate_report, footprint, hlo, step_bytes
 from purelora.commands import estimate
 from purelora.config import command_line, schema
 from purelora.core import errors
+from purelora.interop import open_model
 from purelora.models import causal_lm
 from purelora.training import planning
 from purelora.training.plan import Plan
@@ -57,8 +58,8 @@ def plan_of(c: schema.Config, count: int = 1, layers: int = LAYERS) -> Plan:
     return planning.make_plan(c, hf_config, "config.json", jax.devices()[:count])
 
 
-def parts_of(plan: Plan) -> footprint.Parts:
-    return footprint.counted(plan, footprint.abstract_arguments(plan))
+def parts_of(plan: Plan) -> step_bytes.Parts:
+    return step_bytes.counted(plan, step_bytes.abstract_arguments(plan))
 
 
 @pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (1, 8), (2, 4)])
@@ -283,7 +284,7 @@ def test_loops_without_a_count_are_said(capsys):
     parts = parts_of(plan_of(settings()))
     row = hlo.Traffic("all-reduce", ("f32",), 8, 3, 10**6)
     needs = footprint.Footprint("compiled", parts, 1, 1, [row], ("loop.1",), 1.0)
-    printed = list(estimate._describe_traffic(needs))
+    printed = list(estimate_report._describe_traffic(needs))
     assert any("at least" in line and "loop.1" in line for line in printed)
 
 
@@ -320,8 +321,8 @@ def test_wrong_arguments_come_in_one_error(shape, argument, expected):
 
 def test_a_folder_needs_no_weights(shape, tmp_path):
     (tmp_path / "config.json").write_text(shape.read_text())
-    assert estimate.open_config(str(tmp_path)) == tiny.hf_config()
-    assert estimate.open_config("tiny")["hidden_size"] == 64
+    assert open_model.open_config(str(tmp_path)) == tiny.hf_config()
+    assert open_model.open_config("tiny")["hidden_size"] == 64
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ def test_a_folder_needs_no_weights(shape, tmp_path):
 )  # fmt: skip
 def test_shapes_have_the_published_sizes(name, count):
     path = str(BASE.parent / "shapes" / f"{name}.json")
-    model = causal_lm.from_hf(estimate.open_config(path), path, dtype="float32")
+    model = causal_lm.from_hf(open_model.open_config(path), path, dtype="float32")
     total = 0
     for leaf in model.flat_infos.values():
         size = 1
@@ -349,7 +350,7 @@ def test_commands_of_the_plans_can_be_parsed(monkeypatch):
     text = (root / "docs" / "plans.md").read_text("utf-8").replace("\\\n", " ")
     commands = re.findall(r"^python -m purelora.estimate (.*)$", text, re.MULTILINE)
     parsed = [estimate._parse(shlex.split(command)) for command in commands]
-    layers = [estimate.open_config(c.model.path)["num_hidden_layers"] for _, c in parsed]
+    layers = [open_model.open_config(c.model.path)["num_hidden_layers"] for _, c in parsed]
     assert layers == [32, 80, 126, 126, 30]
     assert [options.devices for options, _ in parsed] == [None, 16, 128, 128, None]
     for _, c in parsed:

@@ -24,7 +24,7 @@ from purelora.data import load as data_load
 from purelora.interop import builtin
 from purelora.models import causal_lm
 from purelora.training import evaluation, log, metrics, planning, setup, signals
-from tests.support.runs import TINY, bits, built, records, run, saved_state
+from tests.support.runs import PATIENCE_SECS, TINY, bits, built, records, run, saved_state
 
 # Eight virtual devices: the rows of a micro-batch must split over them.
 # Subprocesses see one device, as a user does.
@@ -347,12 +347,12 @@ def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, signum):
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV
     ) as p:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_SECS
         while not (tmp_path / "metrics.jsonl").exists() or not records(tmp_path, "train"):
             assert time.monotonic() < deadline and p.poll() is None
             time.sleep(0.05)
         p.send_signal(signum)
-        errors_text = p.communicate(timeout=60)[1]
+        errors_text = p.communicate(timeout=PATIENCE_SECS)[1]
     assert p.returncode == 128 + signum
     assert "Traceback" not in errors_text
     done = records(tmp_path, "train")[-1]["step"]

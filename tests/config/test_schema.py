@@ -1,12 +1,13 @@
 """Configuration: every wrong key, type, value and combination, with its key, value and a remedy."""
 
 import math
+import pathlib
 from typing import Any
 
 import pytest
 
 from configs import base
-from purelora.config import schema
+from purelora.config import document, foreign_keys, from_dict, key_types, schema
 from purelora.core import errors
 
 TYPES = schema.field_types()
@@ -32,19 +33,19 @@ def with_keys(nested: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 def problems(nested: dict[str, Any]) -> list[errors.Problem]:
     with pytest.raises(errors.ConfigError) as caught:
-        schema.parse(nested)
+        from_dict.parse(nested)
     assert str(caught.value) == "\n".join(map(str, caught.value.problems))
     return list(caught.value.problems)
 
 
 def test_a_good_config():
-    c = schema.parse(raw(lora__target_modules=["q_proj", "v_proj"], lora__lora_alpha=16))
+    c = from_dict.parse(raw(lora__target_modules=["q_proj", "v_proj"], lora__lora_alpha=16))
     assert (c.lora.r, c.steps, c.model.path) == (16, 10, "tiny")
     assert c.lora.target_modules == ("q_proj", "v_proj")
     assert type(c.lora.lora_alpha) is float
     assert set(schema.as_flat(c)) == set(TYPES)
     assert schema.as_flat(c)["lora.r"] == 16
-    assert schema.parse(raw(batch_size=12, accum_steps=4)).micro_batch_size == 3
+    assert from_dict.parse(raw(batch_size=12, accum_steps=4)).micro_batch_size == 3
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_every_count_refuses_zero(key):
 def test_every_key_has_a_type(key):
     found = problems(with_keys(raw(), {key: object()}))
     assert [p.where for p in found] == [key]
-    assert found[0].what == f"must be {schema.describe(TYPES[key])}"
+    assert found[0].what == f"must be {key_types.describe(TYPES[key])}"
 
 
 @pytest.mark.parametrize(
@@ -174,13 +175,13 @@ def test_unknown_key(key, message):
     assert message in str(found)
 
 
-@pytest.mark.parametrize("key", schema.FOREIGN_KEYS)
+@pytest.mark.parametrize("key", foreign_keys.FOREIGN_KEYS)
 def test_foreign_keys_are_answered(key):
     """Each names a key that exists, or says that there is none."""
     section = key.rpartition(".")[0]
     nested = raw() if not section or section in base.get_config() else {**raw(), section: {}}
     found = [p for p in problems(with_keys(nested, {key: 1})) if p.where == key]
-    answer = schema.FOREIGN_KEYS[key]
+    answer = foreign_keys.FOREIGN_KEYS[key]
     is_key = answer.split()[0] in TYPES
     assert is_key or answer.startswith("no key: ")
     assert [p.remedy for p in found] == [f"use {answer}" if is_key else answer]
@@ -208,9 +209,31 @@ def test_long_values_are_cut():
     assert len(str(found)) < 300 and "…" in str(found)
 
 
-def test_resumable_keys_exist():
-    assert set(schema.RESUMABLE) <= set(TYPES)
-    assert len(set(schema.RESUMABLE)) == len(schema.RESUMABLE)
+def test_the_document_is_written_from_the_declarations():
+    """To write it: python -m purelora.config.document > configs/base.py"""
+    assert pathlib.Path(base.__file__).read_text("utf-8") == document.text()
+    flat = {}
+    for key, value in base.get_config().to_dict().items():
+        nested = value if isinstance(value, dict) else None
+        flat |= {f"{key}.{k}": v for k, v in nested.items()} if nested else {key: value}
+    assert flat == {path: it.default for path, it in schema.KEYS.items()}
+    assert flat == schema.as_flat(schema.Config())
+
+
+def test_what_may_change_when_a_run_goes_on():
+    fixed = [path for path in schema.KEYS if path not in schema.RESUMABLE]
+    assert {path.first for path in schema.RESUMABLE if "." in path} == {
+        "model",
+        "data",
+        "mesh",
+        "checkpoint",
+    }
+    assert "seed" in fixed and "lora.r" in fixed and "optim.learning_rate" in fixed
+
+
+def test_other_names_are_told_once():
+    names = [name for it in schema.KEYS.values() for name in it.key.other_names]
+    assert len(set(names)) == len(names) > 60
 
 
 @pytest.mark.parametrize(
@@ -253,7 +276,7 @@ def test_keys_of_adapters_have_no_effect_without_them(key, value):
     nested["lora"] |= {"enabled": False, key: value}
     message = rf"lora\.{key} = .*has no effect with lora.enabled"
     with pytest.raises(errors.ConfigError, match=message):
-        schema.parse(nested)
+        from_dict.parse(nested)
 
 
 @pytest.mark.parametrize(
@@ -272,4 +295,4 @@ def test_adapter_settings_out_of_range(key, value, message):
     nested = raw()
     nested["lora"] |= {key: value}
     with pytest.raises(errors.ConfigError, match=message):
-        schema.parse(nested)
+        from_dict.parse(nested)

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import sys
 import threading
-import time
 import zipfile
 
 import numpy as np
@@ -117,18 +116,17 @@ def test_cache_that_cannot_be_written(item, tmp_path):
 
 
 def test_interrupt_stops_pip(item, tmp_path, monkeypatch):
+    """Else this would wait for a day."""
     endless = tmp_path / "python"
-    endless.write_text("#!/bin/sh\nexec sleep 30\n")
+    endless.write_text("#!/bin/sh\nexec sleep 100000\n")
     endless.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(endless))
 
     def interrupt(what, done, total):
         raise KeyboardInterrupt
 
-    start_secs = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         pip_download.cached(item, str(tmp_path / "cache"), interrupt)
-    assert time.monotonic() - start_secs < 20
     assert os.listdir(tmp_path / "cache") == []
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from purelora.config import command_line, schema
+from purelora.config import checks, command_line, schema
 from purelora.core import errors, param_info, trees
 from purelora.lora import adapters as lora
 from purelora.models import stacks
@@ -89,7 +89,7 @@ def test_experts_by_name_by_parameter_and_by_layer():
     with pytest.raises(errors.ConfigError, match=r"target_modules = \(\): is empty"):
         settings = command_line.parse(["--config=configs/tiny.py"], flags=()).config
         empty = dataclasses.replace(settings.lora, target_modules=())
-        raise errors.ConfigError.of(schema.check(dataclasses.replace(settings, lora=empty)))
+        raise errors.ConfigError.of(checks.check(dataclasses.replace(settings, lora=empty)))
 
 
 def test_shapes_axes_draws_and_counts():

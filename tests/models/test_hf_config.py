@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from purelora.commands import estimate
 from purelora.config import command_line
 from purelora.core import errors
-from purelora.interop import builtin
+from purelora.interop import builtin, open_model
 from purelora.models import causal_lm
 from purelora.weights import hf_folder
 from tests.support import families, tiny
@@ -183,14 +182,14 @@ def test_the_shape_of_a_quantised_model_is_no_base_to_estimate(tmp_path):
     config = tiny.hf_config() | {"quantization_config": {"quant_method": "awq"}}
     path.write_text(json.dumps(config))
     with pytest.raises(errors.ModelError, match="quantization_config = 'awq': the weights are st"):
-        estimate.open_config(str(path))
+        open_model.open_config(str(path))
 
 
 def test_estimate_takes_random_weights_as_training_does(tmp_path):
     path = tmp_path / "shape.json"
     path.write_text(json.dumps(tiny.hf_config("mixtral", vocab_size=259)))
-    found = estimate.open_config(f"random:{path}")
-    assert found == estimate.open_config(str(path))
+    found = open_model.open_config(f"random:{path}")
+    assert found == open_model.open_config(str(path))
 
 
 def test_a_file_without_variants_is_named():

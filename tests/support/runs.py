@@ -13,6 +13,8 @@ from purelora.training import setup
 
 REPO = pathlib.Path(__file__).parents[2]
 TINY = f"--config={REPO}/configs/tiny.py"
+# In which another process must have got somewhere, on a machine that is busy with other things.
+PATIENCE_SECS = 900
 BASE = ("--config.accum_steps=1", "--config.max_length=64", "--config.data.eval_fraction=0.01")
 
 

@@ -29,9 +29,10 @@ LEARNING_RATE = 64.0  # A power of two, so that gradients are read off an SGD st
 @contextlib.contextmanager
 def quick_compiles() -> Iterator[None]:
     """Halves the time to compile; results differ by rounding only."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def with_slow(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
@@ -54,6 +55,7 @@ def lora_config(**changes: Any) -> schema.LoraConfig:
     """Settings of adapters of rank 4 and scaling 2 on all linear modules, with `changes`."""
     settings = schema.LoraConfig(
         enabled=True,
+        peft_type="lora",
         r=4,
         lora_alpha=8.0,
         lora_dropout=0.0,

@@ -8,7 +8,7 @@ import pytest
 
 from configs import tiny as tiny_config
 from purelora.analysis import hlo
-from purelora.config import schema
+from purelora.config import from_dict
 from purelora.core import errors
 from purelora.sharding import rules
 from purelora.training import plan_report, planning
@@ -139,7 +139,7 @@ def _plan(
     raw["quant"] |= {"skip": skip}
     raw["batch_size"], raw["mesh"] = 8, raw["mesh"] | {"tensor": 2, "rules": rules}
     raw["mesh"]["overrides"] = overrides
-    settings = schema.parse(raw)
+    settings = from_dict.parse(raw)
     model = tiny.hf_config(vocab_size=2**14, hidden_size=64)
     return planning.make_plan(settings, model, "config.json", jax.devices())
 

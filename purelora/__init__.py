@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from purelora.core.train_state import create as create_state
     from purelora.interop.merge import merge as merge_adapters
     from purelora.interop.open_model import open_model as open_model
-    from purelora.interop.peft.convert import open_adapter as open_adapter
+    from purelora.interop.peft.adapter_sources import open_adapter as open_adapter
     from purelora.lora.adapters import adapter_infos as adapter_infos
     from purelora.ops.quant import dequantise as dequantise
     from purelora.ops.quant import quantise as quantise
     from purelora.ops.quant import quantised_infos as quantised_infos
     from purelora.sharding.specs import make_mesh as make_mesh
+    from purelora.training.adapter_export import export as export_adapter
     from purelora.training.beginning import to_nnx as to_nnx
     from purelora.training.by_hand import complete as complete
     from purelora.training.by_hand import configure as configure
     from purelora.training.by_hand import evaluate as evaluate
-    from purelora.training.by_hand import export_adapter as export_adapter
     from purelora.training.by_hand import init_state as init_state
     from purelora.training.by_hand import load_weights as load_weights
     from purelora.training.by_hand import make_batches as make_batches
@@ -52,7 +52,7 @@ _PUBLIC = {
     "dequantise": ("ops.quant", "dequantise"),
     "describe": ("training.plan_report", "table"),
     "evaluate": ("training.by_hand", "evaluate"),
-    "export_adapter": ("training.by_hand", "export_adapter"),
+    "export_adapter": ("training.adapter_export", "export"),
     "feed": ("training.feed", "feed"),
     "from_nnx": ("training.nnx_boundary", "from_nnx"),
     "init_state": ("training.by_hand", "init_state"),
@@ -65,7 +65,7 @@ _PUBLIC = {
     "make_train_step": ("training.step", "make_train_step"),
     "merge_adapters": ("interop.merge", "merge"),
     "merge_nnx": ("training.nnx_boundary", "merge"),
-    "open_adapter": ("interop.peft.convert", "open_adapter"),
+    "open_adapter": ("interop.peft.adapter_sources", "open_adapter"),
     "open_model": ("interop.open_model", "open_model"),
     "plan_run": ("training.by_hand", "plan_run"),
     "quantise": ("ops.quant", "quantise"),

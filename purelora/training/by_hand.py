@@ -25,8 +25,6 @@ from purelora.core.batch import Batch
 from purelora.data import load as data_load
 from purelora.data.batches import Batches
 from purelora.interop.builtin import Model
-from purelora.interop.peft import convert
-from purelora.interop.peft import files as peft_files
 from purelora.lora import targets
 from purelora.models import decode, layers, moe
 from purelora.models.loss import Losses
@@ -175,18 +173,6 @@ def save_run(
     checkpoints.save(number, state, meta | {"step": number, "eval_loss": None}, extras)
     checkpoints.close()
     run_folder.keep_tokenizer(model.tokenizer, workdir)
-
-
-def export_adapter(run: str, folder: str) -> None:
-    """Writes the adapter of a run's newest step as a PEFT folder, and reads it back.
-
-    Raises:
-      CheckpointError, ModelError: there is none, or it cannot be written.
-    """
-    checkpoints, step = store.find(pathlib.Path(run))
-    adapter = convert.of_checkpoint(checkpoints, step, where=f"{run} (step {step})")
-    run_folder.write_adapter(folder, adapter, checkpoints.meta(step))
-    convert.check_equal(peft_files.read(folder), adapter)
 
 
 def _descent(tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -15,15 +15,14 @@ minutes and are left out unless asked for.
 """
 
 import argparse
-import json
 import os
-import pathlib
 import statistics
 import sys
 import time
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from common import runs
+
 DEVICES, LENGTH, RANK = 8, 128, 8
 LIMIT = 1.2
 
@@ -47,9 +46,13 @@ def main() -> None:
     parser.add_argument("--scanned", default="8,32,64", help="numbers of layers with scan")
     parser.add_argument("--unrolled", default="8,32", help="numbers of layers without")
     parser.add_argument("--repeats", type=int, default=3, help="with scan; once without")
+    parser.add_argument("--smoke", action="store_true", help="one shape of 2 and of 3 layers, once")
     arguments = parser.parse_args()
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    if arguments.smoke:
+        runs.begin_smoke()
+        arguments.shapes, arguments.scanned, arguments.unrolled = "llama3_1_8b", "2,3", "2"
+        arguments.repeats = 1
+    runs.use_virtual_devices(DEVICES)
     import jax
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -106,11 +109,9 @@ def lowering(shape: str, scan: bool, layers: int):
     """The step of a run with so many layers: a function that traces and lowers it anew."""
     import jax
 
-    from purelora.analysis import step_bytes
-    from purelora.config import command_line
-    from purelora.training import optimisers, planning, programs
+    from purelora.training import planning
 
-    path = ROOT / "configs" / "shapes" / "small" / f"{shape}.json"
+    path = runs.SHAPES / "small" / f"{shape}.json"
     keys = {
         "steps": 100,
         "batch_size": DEVICES,
@@ -122,17 +123,9 @@ def lowering(shape: str, scan: bool, layers: int):
         "quant.qtype": "int8",
         "quant.tile_size": 16,
     }
-    overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
-    # Kinds of layers in the model's own order, whatever their number.
-    sizes = {k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"}
-    plan = planning.make_plan(
-        settings, {**sizes, "num_hidden_layers": layers}, str(path), jax.devices()
-    )
-    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = programs.layout_of(plan, tx)
-    arguments = step_bytes.abstract_arguments(plan)
-    return lambda: programs.train_step(plan, layout, tx, schedule_steps=100).lower(*arguments)
+    settings = runs.settings("base", keys)
+    plan = planning.make_plan(settings, runs.sizes(path, layers), str(path), jax.devices())
+    return lambda: runs.abstract_step(plan).lower()
 
 
 def compiled(lower) -> Cost:

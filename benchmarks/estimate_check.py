@@ -20,13 +20,16 @@ import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from common import runs
+
 MODELS = {
     "smollm2": ("smollm2-135m", 256),
-    "1b": (str(ROOT / "configs" / "shapes" / "llama3_2_1b.json"), 128),
+    "1b": (str(runs.SHAPES / "llama3_2_1b.json"), 128),
+    "small": (str(runs.SHAPES / "small" / "llama3_1_8b.json"), 32),
 }
 CASES = ("smollm2/int8/none", "smollm2/int8/full", "1b/int8/none", "1b/int8/full", "1b/nf4/full")
 DEPTHS = (4, 8)
+SMOKE_CASES = "small/int8/none"
 
 
 def main() -> None:
@@ -34,7 +37,11 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--steps", type=int, default=3, help="steps a case")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--smoke", action="store_true", help="a small model, one step")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        runs.begin_smoke()
+        arguments.cases, arguments.steps = SMOKE_CASES, 1
     if arguments.one:
         method, case = arguments.one
         result = measured(case, arguments.steps) if method == "measured" else estimated(case)
@@ -70,8 +77,6 @@ def child(method: str, case: str, arguments: argparse.Namespace) -> dict[str, fl
 
 def settings(case: str):
     """The configuration of a case: configs/qlora.py with the case's keys."""
-    from purelora.config import command_line
-
     model, qtype, remat = case.split("/")
     path, length = MODELS[model]
     keys = {
@@ -81,10 +86,7 @@ def settings(case: str):
         "quant.tile_size": 64 if qtype == "nf4" else None,
         "remat": remat,
     }
-    overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    return command_line.parse(
-        [f"--config={ROOT / 'configs' / 'qlora.py'}", *overrides], flags=()
-    ).config
+    return runs.settings("qlora", keys)
 
 
 def estimated(case: str) -> dict[str, float]:
@@ -109,16 +111,14 @@ def measured(case: str, steps: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from purelora.analysis import step_bytes
     from purelora.interop import open_model
-    from purelora.training import optimisers, planning, programs
+    from purelora.training import planning
 
     c = settings(case)
     p = planning.make_plan(c, open_model.open_config(c.model.path), c.model.path, jax.devices()[:1])
-    tx = optimisers.transformation(c.optim, p.trainable_infos)
-    layout = programs.layout_of(p, tx)
-    arguments = step_bytes.abstract_arguments(p)
-    step = programs.train_step(p, layout, tx, schedule_steps=100).lower(*arguments).compile()
+    abstract = runs.abstract_step(p)
+    arguments = abstract.arguments
+    step = abstract.lower().compile()
     analysis = step.memory_analysis()
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new
@@ -127,14 +127,12 @@ def measured(case: str, steps: int) -> dict[str, float]:
     ctypes.CDLL(None).malloc_trim(0)
     before = memory()["VmRSS"]
     reset_peak()
-    constant = jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), arguments.base)
-    )
-    base = constant()
-    trained = jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), arguments.state.trainable)
-    )()
-    state = programs.fresh_state(p, layout, tx, trained)
+
+    def constants(tree):
+        return jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), tree))()
+
+    base = constants(arguments.base)
+    state = runs.ready_step(p, base, constants(arguments.state.trainable)).state
     batch = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), arguments.batch)
     for _ in range(steps):
         state, metrics = step(state, base, batch)

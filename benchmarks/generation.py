@@ -32,7 +32,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of ours alone")
     parser.add_argument("--qtype", default="none", help="of ours alone")
     parser.add_argument("--tile-size", type=int, default=None)
+    parser.add_argument("--smoke", action="store_true", help="the tiny model, ours alone")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.model, arguments.batches = "tiny", "2"
+        arguments.new_tokens, arguments.rounds = 4, 1
     runs, ids = candidates(arguments)
     print(f"{'':14} {'rows':>4} {'tok/s':>7} {'ratio':>6} {'ms/token':>9} load")
     for rows in map(int, arguments.batches.split(",")):
@@ -76,6 +80,9 @@ def candidates(arguments: argparse.Namespace) -> tuple[dict[str, Generate], list
         )
 
     runs: dict[str, Generate] = {"purelora": ours}
+    if arguments.smoke:
+        print("smoke: without transformers")
+        return runs, ids
     try:
         runs["transformers"] = by_transformers(builtin.open_model(arguments.model).source)
     except ImportError:

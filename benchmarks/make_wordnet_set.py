@@ -12,9 +12,12 @@ import hashlib
 import json
 import pathlib
 import re
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+SET = "wordnet-definitions.jsonl"
 MIN_TAGS = 3
 MIN_SHARE = 0.7
 MAX_SENSES = 5
@@ -191,18 +194,53 @@ def main_senses(folder: pathlib.Path) -> dict[str, Sense]:
     return {sense.word: sense for sense in chosen}
 
 
-def main() -> None:
-    """Writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("wordnet", type=pathlib.Path, help="folder with data.noun, cntlist.rev ...")
-    parser.add_argument("out", type=pathlib.Path, help="folder to write to")
-    arguments = parser.parse_args()
-    senses = main_senses(arguments.wordnet)
+# A synset of each data file (offset, topic, kind, words, pointers, gloss) and counts of senses:
+# enough for one row.
+SMOKE_FILES = {
+    "data.noun": "00000010 07 n 01 gratitude 0 000 | a feeling of thanks for what others did; "
+    '"the gratitude that they showed him"  \n',
+    "data.verb": "00000010 31 v 01 ponder 0 000 | reflect deeply on a subject  \n",
+    "data.adj": "00000010 00 a 01 brisk 0 000 | quick and full of life  \n",
+    "data.adv": "00000010 02 r 01 seldom 0 000 | not often at all in any case  \n",
+    "cntlist.rev": "gratitude%1:07:00:: 1 9\nponder%2:31:00:: 1 7\n",
+}
+
+
+def smoke() -> None:
+    """Makes the set from a folder of four synsets, and checks that a row came out."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for file, text in SMOKE_FILES.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        write(folder, folder)
+        rows = (folder / SET).read_text(encoding="utf-8").splitlines()
+    print("\n".join(rows))
+    if not any("gratitude (noun): a feeling of thanks" in line for line in rows):
+        sys.exit("the row of 'gratitude' is missing")
+
+
+def write(wordnet: pathlib.Path, out: pathlib.Path) -> None:
+    """Writes the set made from the folder `wordnet` into the folder `out`."""
+    senses = main_senses(wordnet)
     rows = [made for sense in senses.values() if (made := row(sense, senses)) is not None]
     rows.sort(key=lambda made: made["answer"])
-    out = arguments.out / "wordnet-definitions.jsonl"
-    out.write_text("".join(json.dumps(made) + "\n" for made in rows), encoding="utf-8")
-    print(f"{out}: {len(rows)} rows, {out.stat().st_size:,} bytes")
+    file = out / SET
+    file.write_text("".join(json.dumps(made) + "\n" for made in rows), encoding="utf-8")
+    print(f"{file}: {len(rows)} rows, {file.stat().st_size:,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("wordnet", nargs="?", type=pathlib.Path, help="folder with data.noun ...")
+    parser.add_argument("out", nargs="?", type=pathlib.Path, help="folder to write to")
+    parser.add_argument("--smoke", action="store_true", help="four synsets")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        smoke()
+    elif arguments.wordnet is None or arguments.out is None:
+        parser.error("needs two folders: that of WordNet and that to write to")
+    else:
+        write(arguments.wordnet, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What saving every step costs: the time of a step without, in the background, and waited for.
 
     python benchmarks/save_cost.py
-    python benchmarks/save_cost.py --config=configs/tiny.py --rounds=3 --steps=4
+    python benchmarks/save_cost.py --config=tiny --rounds=3 --steps=4
 
 configs/qlora.py (SmolLM2-135M, int8 base, LoRA r = 16, 4 rows of 256 tokens), one device, one
 process: its train step and its checkpoints, without eval and records. The three ways take turns of
@@ -18,16 +18,21 @@ import statistics
 import tempfile
 import time
 
+from common import runs
+
 WAYS = ("no save", "in background", "waited for")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = pathlib.Path(__file__).parent.parent
-    parser.add_argument("--config", default=str(here / "configs" / "qlora.py"))
+    parser.add_argument("--config", default="qlora", help="name of a file in configs/")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each way")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--smoke", action="store_true", help="configs/tiny.py, two steps a way")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        runs.begin_smoke()
+        arguments.config, arguments.rounds, arguments.steps = "tiny", 1, 1
     with tempfile.TemporaryDirectory() as folder:
         times = measure(arguments.config, folder, arguments.rounds, arguments.steps)
     plain = statistics.median(times["no save"])
@@ -42,14 +47,11 @@ def measure(config: str, folder: str, rounds: int, steps: int) -> dict[str, list
     import numpy as np
 
     from purelora.checkpoint import retention, store
-    from purelora.config import command_line
     from purelora.training import feed, setup
 
-    settings = command_line.parse(
-        [f"--config={config}", f"--config.workdir={folder}/run"], flags=()
-    ).config
-    model, plan = setup.open_and_plan(settings, lambda text: None)
-    run, state = setup.build(model, plan, lambda text: None)
+    settings = runs.settings(config, {"workdir": f"{folder}/run"})
+    model, plan = setup.open_and_plan(settings, runs.quiet)
+    run, state = setup.build(model, plan, runs.quiet)
     policy = retention.Policy(last=2, every=None, best=False)
     saving = {
         "in background": store.Checkpoints(pathlib.Path(folder, "a"), policy, in_background=True),

@@ -20,10 +20,11 @@ compared, so that both are known to do the same work.
 import argparse
 import importlib.util
 import os
-import pathlib
 import statistics
 import sys
 import time
+
+from common import runs
 
 DEVICES, ROWS, LENGTH = 8, 8, 128
 EMBED, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 128, 512, 4, 2, 32, 8, 2048
@@ -35,11 +36,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
+    parser.add_argument("--smoke", action="store_true", help="two steps, without tunix")
     arguments = parser.parse_args()
-    # Before JAX is imported, which reads them once.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    times, losses = measure(arguments.rounds, arguments.steps)
+    if arguments.smoke:
+        runs.begin_smoke()
+        arguments.rounds, arguments.steps = 1, 2
+    runs.use_virtual_devices(DEVICES)
+    has_tunix = importlib.util.find_spec("tunix") is not None and not arguments.smoke
+    times, losses = measure(arguments.rounds, arguments.steps, has_tunix)
     ours = statistics.median(times["purelora"])
     print(f"{'way':10} {'s/step':>7} {'tok/s':>6} {'of purelora':>11}  {'loss':>6}")
     for way, taken in times.items():
@@ -54,15 +58,19 @@ def main() -> None:
         sys.exit(f"purelora and plain differ by {worst:.1e} in a step's loss")
 
 
-def measure(rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(
+    rounds: int, steps: int, has_tunix: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of the timed steps of each way, and the losses of all its steps."""
     import jax
+    import jax.numpy as jnp
 
-    plan, base, trainable = model()
-    # Copies, as each way donates what it trains.
-    first = jax.device_put((base, trainable), jax.devices()[0])
-    ways = {"purelora": ours(plan, base, trainable), "plain": plain(*first)}
-    if importlib.util.find_spec("tunix"):
+    plan, start = model()
+    first = jax.device_put(start, jax.devices()[0])
+    # A copy, as each way donates what it trains.
+    copied = start._replace(trainable=jax.tree.map(jnp.copy, start.trainable))
+    ways = {"purelora": ours(plan, copied), "plain": plain(*first)}
+    if has_tunix:
         ways["tunix"] = tunix()
     losses: dict[str, list[float]] = {way: [step() for _ in range(2)] for way, step in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -77,17 +85,14 @@ def measure(rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, 
 
 
 def model():
-    """The plan of the run, and its base and adapters from random numbers."""
+    """The plan of the run, and what it begins with: base and adapters from random numbers."""
     import jax
 
-    from purelora.config import command_line
     from purelora.core import param_info, trees
     from purelora.ops import quant
     from purelora.sharding import specs
-    from purelora.training import init as start
-    from purelora.training import planning
+    from purelora.training import init, planning
 
-    here = pathlib.Path(__file__).parent.parent
     changes = {
         "batch_size": ROWS,
         "accum_steps": 1,
@@ -100,10 +105,7 @@ def model():
         "optim.schedule": "constant",
         "optim.clip_norm": None,
     }
-    keys = [f"--config.{key}={value}" for key, value in changes.items()]
-    settings = command_line.parse(
-        [f"--config={here / 'configs' / 'tiny.py'}", *keys], flags=()
-    ).config
+    settings = runs.settings("tiny", changes)
     sizes = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": EMBED,
@@ -128,44 +130,26 @@ def model():
 
     placed = specs.shardings(plan.base_specs, plan.mesh)
     base = jax.jit(made, out_shardings=placed)(jax.random.key(0))
-    begun = start.start_of(plan, base, initial={}, adapters=None)
-    return plan, begun.base, begun.trainable
+    return plan, init.start_of(plan, base, initial={}, adapters=None)
 
 
-def random_tokens():
-    """`[ROWS, LENGTH + 1]`."""
-    import numpy as np
-
-    return np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+def batch():
+    """Random tokens, every one a target, no padding."""
+    return runs.full_batch(ROWS, LENGTH, VOCAB)
 
 
-def ours(plan, base, trainable):
-    """purelora's own step: every token a target, no padding."""
+def ours(plan, start):
+    """purelora's own step."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
-    from purelora.core.batch import Batch
     from purelora.sharding import specs
-    from purelora.training import optimisers, programs
 
-    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = programs.layout_of(plan, tx)
-    state = programs.fresh_state(plan, layout, tx, jax.tree.map(jnp.copy, trainable))
-    train_step = programs.train_step(plan, layout, tx, schedule_steps=100)
-    tokens = random_tokens()[None]
-    batch = Batch(
-        tokens=tokens[..., :-1],
-        targets=tokens[..., 1:],
-        weights=np.ones((1, ROWS, LENGTH), np.float32),
-        segment_ids=np.ones((1, ROWS, LENGTH), np.int32),
-        positions=np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (1, ROWS, LENGTH)),
-    )
-    batch = jax.device_put(batch, specs.shardings(specs.BATCH_SPEC, plan.mesh))
+    step, state, base = runs.ready_step(plan, start.base, start.trainable)
+    placed = jax.device_put(batch(), specs.shardings(specs.BATCH_SPEC, plan.mesh))
 
     def run():
         nonlocal state
-        state, metrics = train_step(state, base, batch)
+        state, metrics = step(state, base, placed)
         return float(metrics.loss_sum) / float(metrics.weight_sum)
 
     return run
@@ -195,12 +179,12 @@ def plain(base, adapters):
 
 
 def plain_loss():
-    """The mean loss of `random_tokens` as a function of adapters and base."""
+    """The mean loss of the batch as a function of adapters and base."""
     import jax
     import jax.numpy as jnp
     import optax
 
-    tokens = jax.device_put(random_tokens(), jax.devices()[0])
+    tokens, targets = jax.device_put((batch().tokens[0], batch().targets[0]), jax.devices()[0])
     angles = jnp.arange(LENGTH)[:, None] * THETA ** -(jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
 
@@ -236,10 +220,10 @@ def plain_loss():
         return x + linear(jax.nn.silu(gate) * up, w["down_proj"], a["down_proj"]), None
 
     def loss(adapters, base):
-        x = base["embed_tokens"]["weight"][tokens[:, :-1]]
+        x = base["embed_tokens"]["weight"][tokens]
         x, _ = jax.lax.scan(block, x, (base["layers"], adapters["layers"]))
         logits = norm(x, base["norm"]) @ base["lm_head"]["weight"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     return loss
 
@@ -253,23 +237,23 @@ def tunix():
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(DEVICES, 1), ("fsdp", "tp"))
     settings = peft_trainer.TrainingConfig(eval_every_n_steps=10**6, max_steps=10**6)
-    ids = random_tokens()[:, :-1]
-    batch = {
+    ids = batch().tokens[0]
+    rows = {
         "input_tokens": ids,
         "input_mask": np.ones(ids.shape, bool),
         "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
         "attention_mask": np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (ROWS, 1, 1)),
     }
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    placement = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     adapted = tunix_model(mesh)
     with mesh:
         trainer = peft_trainer.PeftTrainer(adapted, optax.adamw(RATE, weight_decay=0.0), settings)
         step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
-        batch = jax.device_put(batch, rows)
+        rows = jax.device_put(rows, placement)
 
     def run():
         with mesh:
-            value, *_ = step(batch)
+            value, *_ = step(rows)
         return float(value)
 
     return run

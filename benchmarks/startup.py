@@ -6,6 +6,7 @@ Runs configs/qlora.py to its first step (no eval, no samples; the model is in it
 with an empty compilation cache, and again with the one that this left. Each figure is one run.
 """
 
+import argparse
 import os
 import pathlib
 import subprocess
@@ -13,13 +14,13 @@ import sys
 import tempfile
 import time
 
-REPO = pathlib.Path(__file__).parent.parent
+from common import runs
 
 
-def secs_to_first_step(cache: str, workdir: str) -> float:
+def secs_to_first_step(config: str, cache: str, workdir: str) -> float:
     """Seconds from starting the command to the record of its first step."""
     command = [
-        sys.executable, "-m", "purelora.train", f"--config={REPO}/configs/qlora.py",
+        sys.executable, "-m", "purelora.train", f"--config={runs.ROOT}/configs/{config}.py",
         "--config.steps=1", "--config.optim.warmup_steps=0", "--config.sample_prompts=()",
         "--config.data.eval_fraction=0", f"--config.workdir={workdir}",
         f"--config.compile_cache={cache}",
@@ -35,9 +36,16 @@ def secs_to_first_step(cache: str, workdir: str) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="configs/tiny.py")
+    smoke = parser.parse_args().smoke
+    if smoke:
+        runs.begin_smoke()
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(("cold", "warm")):
-            secs = secs_to_first_step(f"{folder}/cache", f"{folder}/run{number}")
+            secs = secs_to_first_step(
+                "tiny" if smoke else "qlora", f"{folder}/cache", f"{folder}/run{number}"
+            )
             print(f"{name} cache: {secs:.1f} s to the first step (load {os.getloadavg()[0]:.1f})")
 
 

@@ -23,13 +23,13 @@ import argparse
 import collections
 import hashlib
 import json
-import os
 import pathlib
 import re
 import sys
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from common import runs
+
 DEVICES, LENGTH = 8, 16
 ADAPTED: dict[str, Any] = {
     "steps": 10,
@@ -70,9 +70,8 @@ def main() -> None:
     parser.add_argument("--texts", help="folder for the texts of the programs, to look at")
     parser.add_argument("--smoke", action="store_true", help="two programs of one family")
     arguments = parser.parse_args()
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    sys.path.insert(0, str(ROOT))
+    runs.use_virtual_devices(DEVICES)
+    sys.path.insert(0, str(runs.ROOT))
     from tests.support import families
 
     names = arguments.families.split(",") if arguments.families else list(families.CONFIGS)
@@ -129,19 +128,13 @@ def lowering(sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """The lowered step of a run of a model of these sizes."""
     import jax
 
-    from purelora.analysis import step_bytes
-    from purelora.config import command_line
-    from purelora.training import optimisers, planning, programs
+    from purelora.training import planning
 
-    keys = ADAPTED | {"model.path": "random:config.json"} | changes
-    overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
+    settings = runs.settings("base", ADAPTED | {"model.path": "random:config.json"} | changes)
     mesh = settings.mesh
     used = (mesh.fsdp or 1) * mesh.tensor * mesh.expert
     plan = planning.make_plan(settings, sizes, "config.json", jax.devices()[:used])
-    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    step = programs.train_step(plan, programs.layout_of(plan, tx), tx, schedule_steps=10)
-    return step.lower(*step_bytes.abstract_arguments(plan))
+    return runs.abstract_step(plan, schedule_steps=10).lower()
 
 
 def stripped(text: str) -> str:

@@ -20,8 +20,11 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
-ROWS, LENGTH, RANK = 4, 256, 16
+from common import runs
+
+RANK = 16
 CASES = [
     "/".join(case)
     for case in itertools.product(
@@ -30,41 +33,68 @@ CASES = [
 ]
 
 
+SMOKE_CASES = "naive/float32,float32/int8/scan/full"
+
+
+class Size(NamedTuple):
+    """The model, and the shape of a batch."""
+
+    model: str
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+SMOLLM2 = Size("smollm2-135m", 4, 256)
+SMOKE = Size("tiny", 2, 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(["naive/float32", "naive/bfloat16", *CASES]))
     parser.add_argument("--steps", type=int, default=6, help="timed steps a case")
+    parser.add_argument("--smoke", action="store_true", help="two cases of a tiny model, one step")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    size = SMOLLM2
+    if arguments.smoke:
+        runs.begin_smoke()
+        size = SMOKE
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.steps)))
+        print(json.dumps(measure(arguments.one, size, arguments.steps)))
         return
+    options = [f"--steps={arguments.steps}"]
+    if arguments.smoke:
+        arguments.cases, options = SMOKE_CASES, ["--steps=1", "--smoke"]
     print(
         f"{'case':34} {'s/step':>7} {'tok/s':>6} {'ratio':>6} {'compile s':>9} {'peak GB':>8} load"
     )
     first = None
     for case in arguments.cases.split(","):
-        command = [sys.executable, __file__, f"--one={case}", f"--steps={arguments.steps}"]
+        command = [sys.executable, __file__, f"--one={case}", *options]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{case} failed:\n{done.stderr}")
         r = json.loads(done.stdout.splitlines()[-1])
         first = first or r["secs"]
         print(
-            f"{case:34} {r['secs']:7.2f} {ROWS * LENGTH / r['secs']:6.0f} {first / r['secs']:6.2f} "
+            f"{case:34} {r['secs']:7.2f} {size.tokens / r['secs']:6.0f} {first / r['secs']:6.2f} "
             f"{r['compile_secs']:9.1f} {r['peak_gb']:8.2f} {os.getloadavg()[0]:.1f}",
             flush=True,
         )
 
 
-def measure(case: str, steps: int) -> dict[str, float]:
+def measure(case: str, size: Size, steps: int) -> dict[str, float]:
     """Median seconds of a step, compile seconds and peak GB of one case, in this process."""
     import jax
 
     if case.startswith("naive/"):
-        step, state, base, batch = naive(case.removeprefix("naive/"))
+        step, state, base, batch = naive(size, case.removeprefix("naive/"))
     else:
-        step, state, base, batch = ours(*case.split("/"))
+        step, state, base, batch = ours(size, *case.split("/"))
     start = time.perf_counter()
     compiled = step.lower(state, base, batch).compile()
     compile_secs = time.perf_counter() - start
@@ -79,59 +109,35 @@ def measure(case: str, steps: int) -> dict[str, float]:
     return {"secs": secs, "compile_secs": compile_secs, "peak_gb": peak / 1e9}
 
 
-def settings(dtype: str, qtype: str, scan: str, remat: str):
+def settings(size: Size, dtype: str, qtype: str, scan: str, remat: str):
     """The configuration of a case: configs/qlora.py with the case's keys."""
-    from purelora.config import command_line
-
-    return command_line.parse(
-        [
-            f"--config={os.path.join(os.path.dirname(__file__), '..', 'configs', 'qlora.py')}",
-            f"--config.dtype={dtype}",
-            f"--config.model.weights_dtype={dtype}",
-            f"--config.quant.qtype={qtype}",
-            f"--config.scan_layers={scan == 'scan'}",
-            f"--config.remat={remat}",
-            f"--config.batch_size={ROWS}",
-            f"--config.max_length={LENGTH}",
-            f"--config.lora.r={RANK}",
-        ],
-        flags=(),
-    ).config
+    keys = {
+        "model.path": size.model,
+        "dtype": dtype,
+        "model.weights_dtype": dtype,
+        "quant.qtype": qtype,
+        "scan_layers": scan == "scan",
+        "remat": remat,
+        "batch_size": size.rows,
+        "max_length": size.length,
+        "lora.r": RANK,
+    }
+    return runs.settings("qlora", keys)
 
 
-def ours(dtype: str, qtype: str, scan: str, remat: str):
+def ours(size: Size, dtype: str, qtype: str, scan: str, remat: str):
     """purelora's own step with its arguments: the model's weights, full rows of random tokens."""
     import jax
 
-    from purelora.training import beginning, optimisers, programs, setup
-
-    model, plan = setup.open_and_plan(settings(dtype, qtype, scan, remat), lambda text: None)
-    begun = beginning.begin_fresh(model, plan, lambda text: None)
-    tx = optimisers.transformation(plan.config.optim, plan.trainable_infos)
-    layout = programs.layout_of(plan, tx)
-    state = programs.fresh_state(plan, layout, tx, begun.trainable)
-    step = programs.train_step(plan, layout, tx, schedule_steps=100)
-    return step, state, begun.base, jax.device_put(full_batch())
+    plan, ready = runs.loaded_step(settings(size, dtype, qtype, scan, remat))
+    return *ready, jax.device_put(batch_for(plan, size))
 
 
-def full_batch():
-    """One micro-batch without padding, every token a target."""
-    import numpy as np
-
-    from purelora.core.batch import Batch
-
-    tokens = np.random.default_rng(0).integers(0, 49152, (1, ROWS, LENGTH)).astype(np.int32)
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
-    return Batch(
-        tokens=tokens,
-        targets=np.roll(tokens, -1, axis=-1),
-        weights=np.ones(tokens.shape, np.float32),
-        segment_ids=np.ones_like(tokens),
-        positions=np.ascontiguousarray(positions),
-    )
+def batch_for(plan, size: Size):
+    return runs.full_batch(size.rows, size.length, plan.model.config.vocab_size)
 
 
-def naive(dtype: str):
+def naive(size: Size, dtype: str):
     """The plainest jitted step of the same model."""
     import jax
     import optax
@@ -139,9 +145,8 @@ def naive(dtype: str):
     from purelora.core import param_info
     from purelora.training import beginning, setup
 
-    quiet = settings(dtype, "none", "scan", "none")
-    model, plan = setup.open_and_plan(quiet, lambda text: None)
-    base = beginning.load_weights(model, plan, lambda text: None).tree
+    model, plan = setup.open_and_plan(settings(size, dtype, "none", "scan", "none"), runs.quiet)
+    base = beginning.load_weights(model, plan, runs.quiet).tree
     adapters = param_info.initial_tree(plan.trainable_infos, key=jax.random.key(0))
     tx, loss = optax.adamw(1e-3), naive_loss(plan.model.config, dtype)
 
@@ -152,7 +157,7 @@ def naive(dtype: str):
         updates, opt_state = tx.update(grads, opt_state, adapters)
         return (optax.apply_updates(adapters, updates), opt_state), value
 
-    return step, (adapters, tx.init(adapters)), base, full_batch()
+    return step, (adapters, tx.init(adapters)), base, batch_for(plan, size)
 
 
 def naive_loss(cfg, dtype: str):
@@ -162,6 +167,8 @@ def naive_loss(cfg, dtype: str):
     import optax
 
     from purelora.models import layers
+
+    group = cfg.num_attention_heads // cfg.num_key_value_heads
 
     def proj(x, w, a):
         y = x @ w["weight"].astype(x.dtype)
@@ -174,20 +181,21 @@ def naive_loss(cfg, dtype: str):
 
     def loss(adapters, base, batch):
         tokens = batch.tokens[0]
+        rows, length = tokens.shape
         angles = layers.rope_angles(batch.positions[0], cfg.kinds[0].rope)
-        causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+        causal = jnp.tril(jnp.ones((length, length), bool))
 
         def block(x, layer):
             w, a = layer
             attn, lora = w["self_attn"], a["self_attn"]
             h = norm(x, w["input_layernorm"])
-            heads = lambda n: proj(h, attn[n], lora[n]).reshape(ROWS, LENGTH, -1, cfg.head_dim)
+            heads = lambda n: proj(h, attn[n], lora[n]).reshape(rows, length, -1, cfg.head_dim)
             q, k = (layers.rope(heads(n), angles) for n in ("q_proj", "k_proj"))
-            k, v = (jnp.repeat(t, 3, axis=2) for t in (k, heads("v_proj")))
+            k, v = (jnp.repeat(t, group, axis=2) for t in (k, heads("v_proj")))
             s = jnp.einsum("btnh,bsnh->bnts", q, k) * cfg.head_dim**-0.5
             p = jax.nn.softmax(jnp.where(causal, s.astype(jnp.float32), -1e30), axis=-1)
             o = jnp.einsum("bnts,bsnh->btnh", p.astype(x.dtype), v)
-            x = x + proj(o.reshape(ROWS, LENGTH, -1), attn["o_proj"], lora["o_proj"])
+            x = x + proj(o.reshape(rows, length, -1), attn["o_proj"], lora["o_proj"])
             h = norm(x, w["post_attention_layernorm"])
             mlp, lora = w["mlp"], a["mlp"]
             gate, up = (proj(h, mlp[n], lora[n]) for n in ("gate_proj", "up_proj"))

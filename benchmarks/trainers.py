@@ -42,9 +42,8 @@ import sys
 import tempfile
 import time
 
-import peers
+from common import peer_maxtext, peer_tunix, peers, runs
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEVICES, ROWS, LENGTH, RANK, ALPHA, TILE, RATE = 8, 8, 128, 8, 16.0, 16, 1e-3
 BEFORE, TIMED, LAST = 8, 6, 15  # Steps before the repeats, timed ones of each; that of the loss.
 BALANCE = 1e-3
@@ -62,7 +61,13 @@ def main() -> None:
     )
     parser.add_argument("--targets", default="all-linear", help="purelora's lora.target_modules")
     parser.add_argument("--peers", default="tunix,maxtext,maxtext+t", help="which to run")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--smoke", action="store_true", help="SFT of one shape, without peers")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        runs.begin_smoke()
+        arguments.shapes, arguments.modes = "llama3_1_8b", "sft"
+        arguments.repeats, arguments.peers = 1, ""
     shapes = arguments.shapes.split(",")
     if len(shapes) == 1:
         compare(shapes[0], arguments)
@@ -76,9 +81,7 @@ def main() -> None:
 
 def compare(shape: str, arguments: argparse.Namespace) -> None:
     """Prints the table of one shape."""
-    # Before JAX is imported, which reads them once.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    runs.use_virtual_devices(DEVICES)
     with tempfile.TemporaryDirectory() as folder:
         ways = all_ways(shape, arguments, folder)
         times, outcomes = measure(
@@ -104,7 +107,7 @@ def compare(shape: str, arguments: argparse.Namespace) -> None:
             f"{middle / first:10.2f}{cpu * 1e3:8.0f}{ROWS * LENGTH / middle / DEVICES:14.0f}"
             f"{way.adapters:11,}"
         )
-    for mode in MODES:
+    for mode in arguments.modes.split(","):
         # The second step is after an update. Later ones drift apart by rounding, and with it the
         # choice of experts: most with Gemma 4's gradients, which agree to 2e-5 at the first step.
         pairs = zip(*(outcomes["purelora", mode, scan][:2] for scan in ("on", "off")), strict=True)
@@ -137,8 +140,9 @@ def all_ways(shape: str, arguments: argparse.Namespace, folder: str):
     """Every way by name, mode and scan; in place of one that is not there or fails, why."""
     ways: dict[tuple[str, str, str], peers.Way | str] = {}
     feeds = {}
+    modes = arguments.modes.split(",")
     count = BEFORE + arguments.repeats * (1 + TIMED)
-    for mode in MODES:
+    for mode in modes:
         for scan in ("on", "off"):
             ways["purelora", mode, scan], feeds[mode] = ours(
                 shape, mode, scan, arguments, f"{folder}/{mode}-{scan}", count
@@ -149,14 +153,14 @@ def all_ways(shape: str, arguments: argparse.Namespace, folder: str):
     )
     # MaxText before Tunix: it sets options of JAX that would make Tunix compile again.
     order = (
-        ("maxtext+t", peers.maxtext_on_tunix),
-        ("maxtext", peers.maxtext),
-        ("tunix", peers.tunix),
+        ("maxtext+t", peer_maxtext.maxtext_on_tunix),
+        ("maxtext", peer_maxtext.maxtext),
+        ("tunix", peer_tunix.tunix),
     )
     for name, make in order:
         if name not in arguments.peers.split(","):
             continue
-        for mode in MODES if name != "maxtext+t" else ("sft",):
+        for mode in modes if name != "maxtext+t" else ("sft",):
             for scan in ("on", "off") if name != "tunix" else ("none",):
                 ways[name, mode, scan] = peers.tried(
                     functools.partial(make, task, mode, scan == "on", feeds[mode])
@@ -165,15 +169,16 @@ def all_ways(shape: str, arguments: argparse.Namespace, folder: str):
 
 
 def shape_file(shape: str) -> pathlib.Path:
-    return ROOT / "configs" / "shapes" / "small" / f"{shape}.json"
+    return runs.SHAPES / "small" / f"{shape}.json"
 
 
 def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder: str, count: int):
     """A run of purelora, and its first `count` batches."""
+    import jax
     import numpy as np
 
-    from purelora.config import command_line
     from purelora.core import trees
+    from purelora.sharding import specs
     from purelora.training import feed, setup
 
     keys = {
@@ -199,16 +204,17 @@ def ours(shape: str, mode: str, scan: str, arguments: argparse.Namespace, folder
         "optim.learning_rate": RATE,
         "optim.schedule": "constant",
     }
-    overrides = [f"--config.{key}={value}" for key, value in keys.items()]
-    settings = command_line.parse([f"--config={ROOT}/configs/base.py", *overrides], flags=()).config
-    model, plan = setup.open_and_plan(settings, lambda text: None)
-    run, state = setup.build(model, plan, lambda text: None)
-    batches = feed.feed(run.data.train, plan.mesh, range(1, count + 1))
+    model, plan = setup.open_and_plan(runs.settings("base", keys), runs.quiet)
+    run, state = setup.build(model, plan, runs.quiet)
+    fed = feed.feed(run.data.train, plan.mesh, range(1, count + 1))
+    batches = [jax.device_get(one.batch) for one in fed]
+    coming = iter(batches)
+    placement = specs.shardings(specs.BATCH_SPEC, plan.mesh)
     experts = plan.model.config.experts
 
     def step() -> tuple[float, float | None]:
         nonlocal state
-        state, metrics = run.train_step(state, run.base, next(batches).batch)
+        state, metrics = run.train_step(state, run.base, jax.device_put(next(coming), placement))
         loss = float(metrics.loss_sum) / float(metrics.weight_sum)
         if experts is None:
             return loss, None

@@ -105,6 +105,8 @@ def get_config() -> config_dict.ConfigDict:
     c.lora = config_dict.ConfigDict()
     # Train adapters on a frozen base (True), or all weights (False).
     c.lora.enabled = True
+    # The method, by PEFT's name for it in small letters: lora, ia3 (without r and alpha) or loha.
+    c.lora.peft_type = "lora"
     # Rank of the adapters; their output is scaled by lora_alpha / r. [from 1 to 65536]
     c.lora.r = 16
     # Numerator of that scaling. [a float32 above 0]

@@ -43,7 +43,7 @@ class Mark(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When to kill: so many seconds after a phase began."""
+    """When to kill a run: the seconds after the beginning of one of its phases."""
 
     phase: Phase
     delay_secs: float
@@ -59,14 +59,14 @@ def phase_after(line: str, *, evaluates: Callable[[int, bool], bool]) -> Phase |
     """
     if line.startswith("base: "):
         return Phase("compile", 0)
-    found = _LINE.match(line)
-    if found is None:
+    match = _LINE.match(line)
+    if match is None:
         return None
-    name, step = found[1], int(found[2])
+    name, step = match[1], int(match[2])
     if name in ("save", "finish"):
         return Phase("save" if name == "save" else "end", step)
     # An eval's own line ends it; all others end what comes before an eval.
-    if name in ("start", "step") and evaluates(step, found[2] == found[3]):
+    if name in ("start", "step") and evaluates(step, match[2] == match[3]):
         return Phase("eval", step)
     return Phase("step", step + 1)
 
@@ -159,13 +159,13 @@ class Child:
 
 
 class Moments:
-    """Draws moments to kill at, so that every kind of phase gets its share."""
+    """Draws moments to kill a run at; the phases (step, save, eval and so on) take turns."""
 
     def __init__(self, marks: Sequence[Mark], *, save_secs: float, saves_first: bool, seed: int):
         """Prepares to draw.
 
         Args:
-          marks: of a whole run.
+          marks: of a run that was not killed.
           save_secs: how long it takes to write a checkpoint.
           saves_first: whether a run saves its first step after each start.
           seed: of what is drawn.
@@ -174,14 +174,14 @@ class Moments:
         self._secs: dict[Phase, float] = {}
         self._save_secs = save_secs
         self._saves_first = saves_first
-        self.saw(marks)
-        kinds = self._random.sample(("step", "save", "eval"), 3)
+        self.observe(marks)
+        names = self._random.sample(("step", "save", "eval"), 3)
         # The first start after the unbroken one is the first to find its programs compiled, so how
         # long that takes is known from the second on.
-        kinds.insert(self._random.randrange(1, 4), "compile")
-        self._kinds = [*kinds, "start"]
+        names.insert(self._random.randrange(1, 4), "compile")
+        self._phase_names = [*names, "start"]
 
-    def saw(self, marks: Sequence[Mark]) -> None:
+    def observe(self, marks: Sequence[Mark]) -> None:
         """Learns how long phases take; of loading and compiling the shortest time counts."""
         for mark, after in zip(marks, marks[1:], strict=False):
             secs = after.secs - mark.secs
@@ -198,16 +198,16 @@ class Moments:
           last_step: at its save a run is as good as complete, so it is not for this kill.
         """
         first = () if resumes_from is None else (Phase("save", resumes_from + 1),)
-        known = {phase: self._save_secs for phase in first if self._saves_first} | self._secs
+        secs = {phase: self._save_secs for phase in first if self._saves_first} | self._secs
         coming = [
             phase
-            for phase in known
+            for phase in secs
             if phase.name in ("start", "compile")
             or ((resumes_from is None or phase.step > resumes_from) and phase.step <= last_step)
         ]
-        for kind in self._kinds[number % 5 :] + self._kinds[: number % 5]:
-            phases = [p for p in coming if p.name == kind and p != Phase("save", last_step)]
+        for name in self._phase_names[number % 5 :] + self._phase_names[: number % 5]:
+            phases = [p for p in coming if p.name == name and p != Phase("save", last_step)]
             if phases:
                 phase = self._random.choice(phases)
-                return Moment(phase, self._random.uniform(0, known[phase]))
+                return Moment(phase, self._random.uniform(0, secs[phase]))
         raise AssertionError("every run starts")

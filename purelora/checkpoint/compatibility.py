@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from purelora.checkpoint import document
+from purelora.config import schema
 from purelora.core import errors
 
 _FINGERPRINTS = {
@@ -18,8 +20,9 @@ def setting_problems(
     """What keeps a run from continuing a checkpoint.
 
     Args:
-      saved: the checkpoint's meta: `config` (flat, by dotted key), and `base_fingerprint` and
-        `data_fingerprint`. Other entries are not compared.
+      saved: the checkpoint's meta: its settings (`config`, flat, by dotted key) and facts, see
+        `document`. Of the facts, adaptation, config.json and versions are not compared: what was
+        made of the first two is.
       now: the same of the present run.
       resumable: the config keys that may differ.
     """
@@ -43,8 +46,14 @@ def leaf_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterat
 
 def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """All that is compared, in the form that JSON gives it back."""
-    prints = {name: meta[name] for name in _FINGERPRINTS if name in meta}
-    settings: dict[str, Any] = json.loads(json.dumps({**meta["config"], **prints}))
+    named = {
+        **schema.LATER_KEYS,
+        **meta["config"],
+        **{name: meta[name] for name in _FINGERPRINTS if name in meta},
+        **{f"{document.SIZE}{name}": v for name, v in meta.get("model_sizes", {}).items()},
+        **{f"{document.SCALINGS}{path}": v for path, v in meta.get("adapter_scalings", {}).items()},
+    }
+    settings: dict[str, Any] = json.loads(json.dumps(named))
     return settings
 
 

@@ -25,7 +25,7 @@ from typing import Literal
 from purelora.config import command_line
 from purelora.core import errors
 from purelora.formats import atomic_output as output
-from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import adapter_sources, algebra, artefact
 from purelora.interop.peft import files as peft_files
 
 Op = Literal["scale", "add", "average", "interpolate", "concatenate", "truncate"]
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     options = command_line.options(Options, argv)
     _check(options)
     output.check_free(options.output)
-    adapters = [convert.open_adapter(path) for path in options.adapter]
+    adapters = [adapter_sources.open_adapter(path) for path in options.adapter]
     for adapter in adapters:
         _say(adapter.path, adapter.notes)
     result = _OPERATIONS[options.op](options, adapters)
@@ -78,7 +78,7 @@ def _say(where: str, notes: Sequence[str]) -> None:
         print(f"{where}: {note}", flush=True)
 
 
-def _truncated(adapter: peft_files.Adapter, r: int) -> peft_files.Adapter:
+def _truncated(adapter: artefact.Adapter, r: int) -> artefact.Adapter:
     """The nearest adapter of rank `r`, with the same copies of the base's own weights."""
     result = algebra.truncated(adapter, r)
     modules = {
@@ -116,34 +116,34 @@ def _check(options: Options) -> None:
         raise errors.ConfigError.of(problems)
 
 
-_Operation = Callable[[Options, Sequence[peft_files.Adapter]], peft_files.Adapter]
+_Operation = Callable[[Options, Sequence[artefact.Adapter]], artefact.Adapter]
 
 
-def _scale(options: Options, adapters: Sequence[peft_files.Adapter]) -> peft_files.Adapter:
+def _scale(options: Options, adapters: Sequence[artefact.Adapter]) -> artefact.Adapter:
     assert options.factor is not None
     return algebra.scaled(adapters[0], options.factor)
 
 
-def _add(options: Options, adapters: Sequence[peft_files.Adapter]) -> peft_files.Adapter:
+def _add(options: Options, adapters: Sequence[artefact.Adapter]) -> artefact.Adapter:
     del options
     return algebra.summed(adapters, [1.0] * len(adapters))
 
 
-def _average(options: Options, adapters: Sequence[peft_files.Adapter]) -> peft_files.Adapter:
+def _average(options: Options, adapters: Sequence[artefact.Adapter]) -> artefact.Adapter:
     del options
     return algebra.summed(adapters, [1 / len(adapters)] * len(adapters))
 
 
-def _interpolate(options: Options, adapters: Sequence[peft_files.Adapter]) -> peft_files.Adapter:
+def _interpolate(options: Options, adapters: Sequence[artefact.Adapter]) -> artefact.Adapter:
     assert options.t is not None
     return algebra.summed(adapters, [1 - options.t, options.t])
 
 
-def _concatenate(options: Options, adapters: Sequence[peft_files.Adapter]) -> peft_files.Adapter:
+def _concatenate(options: Options, adapters: Sequence[artefact.Adapter]) -> artefact.Adapter:
     return algebra.summed(adapters, command_line.numbers("--weight", options.weight))
 
 
-def _keep(options: Options, adapters: Sequence[peft_files.Adapter]) -> peft_files.Adapter:
+def _keep(options: Options, adapters: Sequence[artefact.Adapter]) -> artefact.Adapter:
     del options
     return dataclasses.replace(adapters[0], notes=())
 

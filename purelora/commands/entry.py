@@ -13,11 +13,12 @@ from typing import NoReturn
 from purelora.config import command_line
 from purelora.core import errors
 from purelora.multihost import runtime
+from purelora.multihost.options import ProcessOptions
 
 USER_ERROR_STATUS = 2
 
 
-def processes(argv: Sequence[str]) -> tuple[runtime.Options, list[str]]:
+def processes(argv: Sequence[str]) -> tuple[ProcessOptions, list[str]]:
     """Takes the arguments that make a process one of several out of a command line.
 
     Returns:
@@ -26,9 +27,9 @@ def processes(argv: Sequence[str]) -> tuple[runtime.Options, list[str]]:
     Raises:
       ConfigError: they have values of a wrong type.
     """
-    names = {field.name for field in dataclasses.fields(runtime.Options)}
+    names = {field.name for field in dataclasses.fields(ProcessOptions)}
     own, others = command_line.divided(argv, lambda name: name.replace("-", "_") in names)
-    return command_line.options(runtime.Options, own), others
+    return command_line.options(ProcessOptions, own), others
 
 
 @contextlib.contextmanager

@@ -34,15 +34,14 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from purelora.config import command_line
 from purelora.core import errors
-from purelora.data import records
-from purelora.formats import atomic_output as output
-from purelora.formats import files
+from purelora.formats import atomic_output
 from purelora.inference import generation, loaded_model
+from purelora.inference.prompts import Prompt, PromptReader
 from purelora.training import compilation
 
 
@@ -65,30 +64,16 @@ class Options(loaded_model.ModelOptions):
         if not self.prompt and self.prompts_file is None:
             remedy = "give --prompt=TEXT, or --prompts-file=FILE"
             yield errors.Problem("--prompt", None, "is missing", remedy)
-        for name, given in (
+        for name, value in (
             ("--system", self.system),
             ("--chat-template-kwargs", self.chat_template_kwargs or None),
         ):
-            if self.raw and given is not None:
+            if self.raw and value is not None:
                 what = "is part of a chat template, which --raw leaves out"
-                yield errors.Problem(name, given, what, "leave one of them out")
+                yield errors.Problem(name, value, what, "leave one of them out")
         if self.output is not None and not self.output.endswith((".jsonl", ".txt")):
             what = "is neither a .jsonl nor a .txt file"
             yield errors.Problem("--output", self.output, what, "give one of these endings")
-
-
-class Prompt(NamedTuple):
-    """One prompt.
-
-    Attributes:
-      where: the argument, or the file and line, that it comes from.
-      given: the columns that say it, for the output.
-      content: plain text, or messages.
-    """
-
-    where: str
-    given: Mapping[str, Any]
-    content: str | Sequence[loaded_model.Message]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         if name not in (loaded_model.BASE, *paths):
             raise loaded_model.unknown_name("--use", name, [loaded_model.BASE, *paths])
     if options.output is not None:
-        output.check_free(options.output)
+        atomic_output.check_free(options.output)
     compilation.use_cache("default")
     talker = loaded_model.load_speaker(options, paths)
     ids = [
@@ -122,84 +107,19 @@ def read_prompts(options: Options) -> list[Prompt]:
     Raises:
       DataError: a file or rows in it that cannot be used.
     """
-    found = [_prompt("--prompt", text, options) for text in options.prompt]
-    if options.prompts_file is None:
-        return found
-    path = options.prompts_file
-    if not path.endswith((".txt", ".jsonl")):
-        what = "is neither a .txt nor a .jsonl file"
-        raise errors.DataError("--prompts-file", path, what, "give one of these endings")
-    try:
-        text = files.read_text(path).removeprefix("\ufeff")
-    except errors.ModelError as error:
-        raise errors.DataError.of(error.problems) from error
-    problems: list[errors.Problem] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        where = f"{path}:{number}"
-        try:
-            if line.strip():
-                is_json = path.endswith(".jsonl")
-                read = _json_prompt if is_json else _prompt
-                found.append(read(where, line, options))
-        except errors.DataError as error:
-            problems += error.problems
-    if problems:
-        raise errors.DataError.of(errors.first(problems, path))
-    return found
-
-
-def _prompt(where: str, text: str, options: Options) -> Prompt:
-    if options.raw:
-        return Prompt(where, {"prompt": text}, text)
-    user = {"role": "user", "content": text}
-    return Prompt(where, {"prompt": text}, [*_system(options), user])
-
-
-def _system(options: loaded_model.ModelOptions) -> list[loaded_model.Message]:
-    return [] if options.system is None else [{"role": "system", "content": options.system}]
-
-
-def _json_prompt(where: str, line: str, options: Options) -> Prompt:
-    """A row with `prompt`, a string, or `messages`, a list of `role` and `content`."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise errors.DataError(where, None, f"is not JSON: {error}", "correct it") from error
-    given = row if isinstance(row, dict) else {}
-    text, messages = given.get("prompt"), given.get("messages")
-    if isinstance(text, str) and messages is None:
-        return _prompt(where, text, options)
-    if text is not None or not isinstance(messages, list) or not messages:
-        what = "has not one of `prompt`, a string, and `messages`, a list"
-        raise errors.DataError(where, row, what, 'write {"prompt": "..."}')
-    for message in messages:
-        if not _is_message(message):
-            what = "is not an object with `role` and `content`, two strings"
-            remedy = f"the roles are {', '.join(records.ROLES)}"
-            raise errors.DataError(f"{where}: messages", message, what, remedy)
-    if options.raw:
-        what, remedy = "is for a chat template, which --raw leaves out", "give `prompt`"
-        raise errors.DataError(f"{where}: messages", None, what, remedy)
-    if options.system is not None and messages[0]["role"] == "system":
-        what, remedy = "begins with a system message", "leave --system out"
-        raise errors.DataError(f"{where}: messages", None, what, remedy)
-    return Prompt(where, {"messages": messages}, [*_system(options), *messages])
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return message.get("role") in records.ROLES and isinstance(message.get("content"), str)
+    reader = PromptReader(options.raw, options.system)
+    texts = [reader.text("--prompt", text) for text in options.prompt]
+    return texts + ([] if options.prompts_file is None else reader.file(options.prompts_file))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-    """Where answers go.
+    """Writes answers to the terminal or a file.
 
     Attributes:
       options: the command's arguments.
       file: the terminal, or a file.
-      labelled: whether to say which answer it is.
+      labelled: whether adapter and prompt are named above each answer.
     """
 
     options: Options
@@ -214,7 +134,7 @@ class _Writer:
         prompts: Sequence[Prompt],
         ids: Sequence[Sequence[int]],
     ) -> None:
-        """Answers some prompts, of which the first has the number `start`, and writes that."""
+        """Generates the answers to some prompts, numbered from `start`, and writes them."""
         streams = self.options.output is None and len(prompts) == 1
         if streams:
             self._label(name, start, prompts[0])
@@ -228,7 +148,7 @@ class _Writer:
         )
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start):
             if self.options.output is not None and self.options.output.endswith(".jsonl"):
-                row = {"adapter": name, **prompt.given, **answer._asdict()}
+                row = {"adapter": name, **prompt.columns, **answer._asdict()}
                 self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
             elif streams:
                 self._emit("\n")
@@ -238,8 +158,8 @@ class _Writer:
 
     def _label(self, name: str, number: int, prompt: Prompt) -> None:
         if self.labelled:
-            said = prompt.given.get("prompt") or prompt.given["messages"][-1]["content"]
-            first_line = said.strip().partition("\n")[0]
+            turn = prompt.columns.get("prompt") or prompt.columns["messages"][-1]["content"]
+            first_line = turn.strip().partition("\n")[0]
             self._emit(f"--- {name}, prompt {number + 1}: {first_line[:60]}\n")
 
     def _emit(self, text: str) -> None:
@@ -254,7 +174,7 @@ def _writer(options: Options, *, labelled: bool) -> Iterator[_Writer]:
         yield _Writer(options, sys.stdout, labelled)
         return
     with (
-        output.new_file(options.output) as partial,
+        atomic_output.new_file(options.output) as partial,
         open(partial, "w", encoding="utf-8", newline="\n") as file,
     ):
         yield _Writer(options, file, labelled)

@@ -30,7 +30,7 @@ from typing import IO
 
 from purelora.config import command_line
 from purelora.core import errors
-from purelora.multihost import runtime
+from purelora.multihost.options import LEAST_HEARTBEAT_SECS
 from purelora.training import log
 
 _POLL_SECS = 0.05
@@ -53,7 +53,7 @@ class Options:
         """Values out of range."""
         for name, value in dataclasses.asdict(self).items():
             is_timeout = name == "heartbeat_timeout_seconds"
-            least = runtime.LEAST_HEARTBEAT_SECS if is_timeout else 1
+            least = LEAST_HEARTBEAT_SECS if is_timeout else 1
             if value < least:
                 yield errors.Problem(f"--{name}", value, f"must be at least {least}", "")
 

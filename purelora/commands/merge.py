@@ -34,7 +34,7 @@ from purelora.config import command_line, schema
 from purelora.core import errors
 from purelora.formats import atomic_output
 from purelora.interop import merge, open_model
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources
 from purelora.interop.peft import files as peft_files
 from purelora.weights import hf_write
 
@@ -115,7 +115,9 @@ def main(argv: Sequence[str]) -> int:
     path = _base_path(options.adapter[0]) if options.model is None else options.model
     base = open_model.open_model(path, hf_folder=options.hf_folder)
     # Only the base says how the experts lie in an adapter of PEFT's.
-    adapters = [convert.open_adapter(adapter, base.source.config) for adapter in options.adapter]
+    adapters = [
+        adapter_sources.open_adapter(adapter, base.source.config) for adapter in options.adapter
+    ]
     quantisation = _quantisation(options) if options.onto == "dequantised" else None
     # Errors name what says how the base was quantised: the options, or the run.
     named = command_line.quant_options() if options.qtype is not None else contextlib.nullcontext()
@@ -150,7 +152,7 @@ def _checked(options: Options) -> list[float]:
 
 
 def _base_path(adapter: str) -> str:
-    path = convert.open_adapter(adapter).config.base_model_name_or_path
+    path = adapter_sources.open_adapter(adapter).config.base_model_name_or_path
     if path is None:
         raise errors.ConfigError("--model", None, "is missing: the adapter names no base", "set it")
     return path

@@ -77,6 +77,7 @@ class Key:
       remedy: what to do about a number outside, or about an empty string.
       is_filled: a string that must not be empty.
       is_resumable: it may change when a run is resumed.
+      is_later: checkpoints that lack it were written before it was added, and mean its default.
       other_names: keys of other programs (MaxText, PEFT, TRL, Axolotl) that mean the same.
     """
 
@@ -87,6 +88,7 @@ class Key:
     remedy: str
     is_filled: bool
     is_resumable: bool
+    is_later: bool
     other_names: tuple[str, ...]
 
 
@@ -100,10 +102,11 @@ def key(
     remedy: str = "",
     filled: bool = False,
     resumable: bool = False,
+    later: bool = False,
     also: tuple[str, ...] = (),
 ) -> Any:
     """Declares a key; see `Key` for the arguments."""
-    about = Key(meaning, unit, limits, refusal, remedy, filled, resumable, also)
+    about = Key(meaning, unit, limits, refusal, remedy, filled, resumable, later, also)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": about})
     return dataclasses.field(default=default, metadata={"key": about})

@@ -28,13 +28,13 @@ def parse(raw: Mapping[str, Any]) -> schema.Config:
 
 
 def from_flat(flat: Mapping[str, Any]) -> schema.Config:
-    """The Config that `schema.as_flat` was given, also after JSON.
+    """The Config that `schema.as_flat` was given, also after JSON and in an older version.
 
     Raises:
       ConfigError: a key is missing, or one is not of this version.
     """
     nested: dict[str, Any] = {}
-    for key, value in flat.items():
+    for key, value in {**schema.LATER_KEYS, **flat}.items():
         *sections, name = Path(key).parts
         node = nested
         for section in sections:

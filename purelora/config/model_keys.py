@@ -50,6 +50,12 @@ class LoraConfig:
         "Train adapters on a frozen base (True), or all weights (False).",
         also=("lora.enable_lora",),
     )
+    peft_type: str = key(
+        "lora",
+        "The method, by PEFT's name for it in small letters: lora, ia3 (without r and alpha) or "
+        "loha.",
+        later=True,
+    )
     r: int = key(
         16,
         "Rank of the adapters; their output is scaled by lora_alpha / r.",

@@ -5,7 +5,7 @@ trusted afterwards. `configs/base.py` shows all keys with their comments.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from purelora.config import declare
@@ -182,8 +182,11 @@ class Config:
 
 
 KEYS = {declared.path: declared for declared in declare.declarations(Config)}
+
 # Settings that may differ between a run and its continuation.
 RESUMABLE: Sequence[str] = tuple(path for path, it in KEYS.items() if it.key.is_resumable)
+# Keys that older checkpoints lack, with the value that stands for what was done then.
+LATER_KEYS: Mapping[str, Any] = {path: it.default for path, it in KEYS.items() if it.key.is_later}
 
 
 def field_types() -> dict[str, Any]:

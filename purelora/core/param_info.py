@@ -14,13 +14,16 @@ import numpy as np
 
 from purelora.core import trees
 
+# The logical axis of stacked layers; what adds and removes it is `layer_axis`.
+LAYERS = "layers"
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
     """A parameter without its values.
 
     Attributes:
-      shape: full (unsharded) shape; stacks lead with their layer axis.
+      shape: full (unsharded) shape.
       dtype: name of the dtype it is stored in.
       axes: logical axis of each dimension, None for one that is never sharded.
       init: `normal`, `zeros`, `ones` or `he_uniform`.
@@ -55,7 +58,7 @@ class ParamInfo:
     @property
     def is_stacked(self) -> bool:
         """Whether it leads with a layer axis."""
-        return "layers" in self.axes
+        return LAYERS in self.axes
 
     @property
     def has_experts(self) -> bool:
@@ -70,7 +73,8 @@ class ParamInfo:
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of one layer in Hugging Face's order of dimensions; with experts `[E, out, in]`."""
-        shape = self.shape[1:] if self.is_stacked else self.shape
+        dims = zip(self.shape, self.axes, strict=True)
+        shape = tuple(size for size, axis in dims if axis != LAYERS)
         return (*shape[:-2], *shape[:-3:-1]) if self.is_transposed else shape
 
     @property

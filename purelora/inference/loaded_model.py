@@ -16,7 +16,8 @@ from purelora.config import checks, command_line
 from purelora.core import errors, trees
 from purelora.data import chat
 from purelora.interop import open_model
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, attach
+from purelora.lora import targets
 from purelora.models import causal_lm, sampling
 from purelora.ops import quant
 from purelora.sharding import specs
@@ -195,19 +196,20 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
     model = causal_lm.from_hf(config, opened.source.path, dtype=options.dtype)
     infos = _infos(model, options)
     # Everything that can be wrong with the adapters is found before the weights are read.
-    adapters = {name: convert.open_adapter(path, config) for name, path in paths.items()}
-    attached = {n: convert.attach(a, model, base_fingerprint=None) for n, a in adapters.items()}
+    adapters = {name: adapter_sources.open_adapter(path, config) for name, path in paths.items()}
+    attached = {n: attach.attach(a, model, base_fingerprint=None) for n, a in adapters.items()}
     mesh = specs.make_mesh(1, 1, jax.devices()[:1])
     placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
     loaded = weights_load.load(opened.source, model, infos, placed)
     voices = {BASE: Voice(model, loaded.tree, {})}
     for name, one in attached.items():
-        convert.check_base(adapters[name], loaded.fingerprint)
-        convert.check_copies(one, loaded.tree)
+        attach.check_base(adapters[name], loaded.fingerprint)
+        attach.check_copies(one, loaded.tree)
         for note in one.notes:
             say(f"{name}: {note}")
         trainable = jax.device_put(one.trainable, specs.replicated(mesh))
-        voices[name] = Voice(one.model, _without(loaded.tree, trainable), trainable)
+        parts = targets.split_trained(trees.flatten(loaded.tree), one.model.adaptation)
+        voices[name] = Voice(one.model, trees.unflatten(parts.frozen), trainable)
     return Speaker(
         tokenizer=opened.tokenizer,
         template=_template(opened.tokenizer, options.chat_template_kwargs),
@@ -233,12 +235,6 @@ def _infos(model: causal_lm.CausalLM, options: ModelOptions) -> trees.Tree:
             tile_size=options.tile_size,
             skip=command_line.QUANT_SKIP,
         )
-
-
-def _without(base: trees.Tree, trainable: trees.Tree) -> trees.Tree:
-    """The base without the leaves that are trained whole."""
-    taken = trees.flatten(trainable)
-    return trees.unflatten({p: leaf for p, leaf in trees.flatten(base).items() if p not in taken})
 
 
 def _template(

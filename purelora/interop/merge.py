@@ -1,7 +1,7 @@
 """Merges adapters into their base and writes the model: a Hugging Face folder or a GGUF file.
 
     base = open_model.open_model("smollm2-135m")
-    adapter = convert.open_adapter("runs/qlora", base.source.config)
+    adapter = adapter_sources.open_adapter("runs/qlora", base.source.config)
     merge.merge(base, [adapter], "merged")
 
 One tensor is in memory at a time.
@@ -25,8 +25,7 @@ from purelora.interop.gguf import read as gguf_read
 from purelora.interop.gguf import tokenizer_write
 from purelora.interop.gguf import write as gguf_write
 from purelora.interop.maxtext import read as maxtext_read
-from purelora.interop.peft import convert
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import artefact, attach
 from purelora.models import causal_lm, hf_layout
 from purelora.ops import quant
 from purelora.sharding import specs
@@ -37,7 +36,7 @@ REPORT = "merge_report.json"
 
 def merge(
     base: builtin.Model,
-    adapters: Sequence[peft_files.Adapter],
+    adapters: Sequence[artefact.Adapter],
     output: str,
     *,
     weights: Sequence[float] | None = None,
@@ -122,29 +121,29 @@ def dequantised_values(
 def _attached(
     base: source.Source,
     model: causal_lm.CausalLM,
-    adapter: peft_files.Adapter,
+    adapter: artefact.Adapter,
     say: Callable[[str], None],
-) -> peft_files.Adapter:
+) -> artefact.Adapter:
     """The adapter with the names of the base's modules. Raises ModelError if it does not fit."""
-    attachment = convert.attach(adapter, model, base_fingerprint=None)
+    attachment = attach.attach(adapter, model, base_fingerprint=None)
     for note in attachment.notes:
         say(f"{adapter.path}: {note}")
     check_copies(base, attachment)
     return attachment.placed
 
 
-def check_copies(base: source.Source, attached: convert.Attached) -> None:
+def check_copies(base: source.Source, attached: attach.Attached) -> None:
     """Raises ModelError if an adapter holds copies of the base's weights that differ from them."""
     leaves, layout = {}, attached.model.layout_of(base.shapes())
     for path in attached.base_weights:
         part = layout.parts[path][0]
         values = base.read(part.tensor).array.astype(np.float32)
         leaves[path] = jnp.asarray(values.T if part.is_transposed else values)
-    convert.check_copies(attached, trees.unflatten(leaves))
+    attach.check_copies(attached, trees.unflatten(leaves))
 
 
 def check_fingerprints(
-    base: source.Source, model: causal_lm.CausalLM, adapters: Sequence[peft_files.Adapter]
+    base: source.Source, model: causal_lm.CausalLM, adapters: Sequence[artefact.Adapter]
 ) -> None:
     """Raises ModelError if an adapter says that it was trained on another base.
 
@@ -154,7 +153,7 @@ def check_fingerprints(
     if stated:
         fingerprint = source.identify(base, model.layout_of(base.shapes()).shapes)
         for adapter in stated:
-            convert.check_base(adapter, fingerprint)
+            attach.check_base(adapter, fingerprint)
 
 
 def _write(

@@ -16,8 +16,7 @@ from purelora.core import errors
 from purelora.core.paths import Path
 from purelora.formats import safetensors_file, source
 from purelora.interop.gguf import write as gguf_write
-from purelora.interop.peft import algebra
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import algebra, artefact
 from purelora.lora import targets
 from purelora.models import causal_lm, hf_layout, hf_multimodal
 
@@ -104,7 +103,7 @@ class MergedModel:
         self,
         base_source: source.Source,
         model: causal_lm.CausalLM,
-        adapters: Sequence[tuple[peft_files.Adapter, float]],
+        adapters: Sequence[tuple[artefact.Adapter, float]],
         base_values: BaseValues,
         form: OutputForm,
     ):

@@ -8,15 +8,22 @@ less the initial one: an adapter of rank 2r (see `artefact`).
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from purelora.core import trees
-from purelora.lora import adapters, targets
+from purelora.lora import targets
 from purelora.ops import quant
+
+
+class Factors(NamedTuple):
+    """The adapter that a weight was split into: `lora_a` [K, r] and `lora_b` [r, N], float32."""
+
+    lora_a: jax.Array
+    lora_b: jax.Array
 
 
 class WeightSplit:
@@ -35,7 +42,7 @@ class WeightSplit:
         self._init = init
         self._targets = adapted
         self._saved = saved
-        self._found: dict[str, list[adapters.Factors]] = {path: [] for path in adapted}
+        self._found: dict[str, list[Factors]] = {path: [] for path in adapted}
 
     def place(self, weight_path: str, layer: int) -> tuple[str, int] | None:
         """The module and the position among its adapted layers; None if that layer has none."""
@@ -62,10 +69,10 @@ class WeightSplit:
             a, b = (self._saved[f"{path}.{name}"] for name in ("lora_a", "lora_b"))
             if target.layers:
                 a, b = a[position], b[position]
-            factors = adapters.Factors(jnp.asarray(a[:, :r]), jnp.asarray(b[:r]))
+            factors = Factors(jnp.asarray(a[:, :r]), jnp.asarray(b[:r]))
         padding = target.r - r
         self._found[path].append(
-            adapters.Factors(
+            Factors(
                 jnp.pad(factors.lora_a, ((0, 0), (0, padding))),
                 jnp.pad(factors.lora_b, ((0, padding), (0, 0))),
             )
@@ -81,23 +88,39 @@ class WeightSplit:
         flat: dict[str, Any] = {}
         for path, layers in self._found.items():
             stacked = bool(self._targets[path].layers)
-            for name in adapters.Factors._fields:
+            for name in Factors._fields:
                 arrays = [np.array(getattr(factors, name)) for factors in layers]
                 flat[f"{path}.{name}"] = np.stack(arrays) if stacked else arrays[0]
         return trees.unflatten(flat)
 
 
-_residual = jax.jit(adapters.residual, static_argnums=2)
+def svd_factors(weight_KN: jax.Array, r: int, scaling: float) -> Factors:
+    """The `r` largest singular values of a weight as an adapter (Meng et al. 2024, PiSSA)."""
+    u, s, vh = jnp.linalg.svd(weight_KN.astype(jnp.float32), full_matrices=False)
+    root = jnp.sqrt(s[:r] / scaling)
+    return Factors(u[:, :r] * root[None, :], root[:, None] * vh[:r])
 
 
-def _factors(
-    init: str, weight_KN: jax.Array, r: int, scaling: float, like: Any
-) -> adapters.Factors:
+def qr_factors(weight_KN: jax.Array, r: int) -> Factors:
+    """The first `r` columns of Q and rows of R of the `[N, K]` weight (Büyükakyüz 2024, OLoRA)."""
+    q, upper = jnp.linalg.qr(weight_KN.astype(jnp.float32).T)
+    return Factors(upper[:r].T, q[:, :r].T)
+
+
+def residual(weight_KN: jax.Array, factors: Factors, scaling: float) -> jax.Array:
+    """What is left of a weight beside the adapter that was taken out of it."""
+    return weight_KN.astype(jnp.float32) - scaling * (factors.lora_a @ factors.lora_b)
+
+
+_residual = jax.jit(residual, static_argnums=2)
+
+
+def _factors(init: str, weight_KN: jax.Array, r: int, scaling: float, like: Any) -> Factors:
     if init == "loftq":
-        return adapters.svd_factors(_quantisation_error(weight_KN, like), r, scaling)
+        return svd_factors(_quantisation_error(weight_KN, like), r, scaling)
     if init == "pissa":
-        return adapters.svd_factors(weight_KN, r, scaling)
-    return adapters.qr_factors(weight_KN, r)
+        return svd_factors(weight_KN, r, scaling)
+    return qr_factors(weight_KN, r)
 
 
 def _quantisation_error(weight_KN: jax.Array, like: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import einops
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora.core import trees
+from purelora.core import layer_axis, trees
 from purelora.core.param_info import ParamInfo
 from purelora.models import layers, moe, params
 from purelora.models.hf_config import Config
@@ -56,11 +56,10 @@ class Output(NamedTuple):
     router: moe.RouterSums | None
 
 
-# ---- declarations ------------------------------------------------------------------------------
+# ---- declarations: of ONE layer; `decoder.param_infos` stacks them -------------------------------
 
 
 def kernel(
-    cfg: Config,
     n_in: int,
     n_out: int,
     axes: tuple[str | None, str | None],
@@ -68,21 +67,25 @@ def kernel(
     *,
     bias: bool = False,
 ) -> trees.Tree:
-    """A stacked matrix `[L, in, out]` and, if it has one, its bias `[L, out]`."""
-    L, axis_out = cfg.num_hidden_layers, axes[1]
-    weight = ParamInfo((L, n_in, n_out), dtype, ("layers", *axes), contracting=-2)
+    """A matrix `[in, out]` and, if it has one, its bias `[out]`."""
+    weight = ParamInfo((n_in, n_out), dtype, axes, contracting=-2)
     if not bias:
         return {"weight": weight}
-    # What is added to the residual stream is whole, as that is.
-    bias_axis = None if axis_out == "embed" else axis_out
-    return {"weight": weight, "bias": ParamInfo((L, n_out), dtype, ("layers", bias_axis), "zeros")}
+    return {"weight": weight, "bias": ParamInfo((n_out,), dtype, (_bias_axis(axes),), "zeros")}
 
 
-def norm(cfg: Config, size: int, dtype: str, *, stacked: bool = True) -> trees.Tree:
+def _bias_axis(axes: tuple[str | None, str | None]) -> str | None:
+    """The axis of the bias beside a matrix with these axes.
+
+    What is added to the residual stream is whole, as that is.
+    """
+    return None if axes[1] == "embed" else axes[1]
+
+
+def norm(cfg: Config, size: int, dtype: str) -> trees.Tree:
     """The weight of a norm over `size` elements, the same on every device."""
-    lead = ((cfg.num_hidden_layers,), ("layers",)) if stacked else ((), ())
     init = "zeros" if cfg.norm_offset else "ones"
-    return {"weight": ParamInfo((*lead[0], size), dtype, (*lead[1], None), init)}
+    return {"weight": ParamInfo((size,), dtype, (None,), init)}
 
 
 def attention_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.Tree:
@@ -96,7 +99,7 @@ def attention_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.
         "o_proj": (heads, D, ("heads", "embed")),
     }
     infos = {
-        name: kernel(cfg, *shape, dtype, bias=name in cfg.attention_bias)
+        name: kernel(*shape, dtype, bias=name in cfg.attention_bias)
         for name, shape in shapes.items()
     }
     norms = ("q_norm", "k_norm") if qk_norm else ()
@@ -104,58 +107,41 @@ def attention_infos(cfg: Config, dtype: str, *, qk_norm: bool = False) -> trees.
 
 
 def sinks_infos(cfg: Config, dtype: str) -> trees.Tree:
-    """The sinks of attention, one score for each head `[L, N]`."""
-    shape = (cfg.num_hidden_layers, cfg.num_attention_heads)
-    return {"weight": ParamInfo(shape, dtype, ("layers", "heads"), "zeros")}
+    """The sinks of attention, one score for each head `[N]`."""
+    return {"weight": ParamInfo((cfg.num_attention_heads,), dtype, ("heads",), "zeros")}
 
 
 def mlp_infos(cfg: Config, dtype: str) -> trees.Tree:
     """The three matrices of a gated MLP."""
-    D, F = cfg.hidden_size, cfg.intermediate_size
+    return _gated_infos(cfg, cfg.intermediate_size, dtype)
+
+
+def _gated_infos(cfg: Config, width: int, dtype: str) -> trees.Tree:
+    D, F = cfg.hidden_size, width
     shapes = {
         "gate_proj": (D, F, ("embed", "mlp")),
         "up_proj": (D, F, ("embed", "mlp")),
         "down_proj": (F, D, ("mlp", "embed")),
     }
     return {
-        name: kernel(cfg, *shape, dtype, bias=name in cfg.mlp_bias)
-        for name, shape in shapes.items()
+        name: kernel(*shape, dtype, bias=name in cfg.mlp_bias) for name, shape in shapes.items()
     }
 
 
 def experts_infos(cfg: Config, dtype: str) -> trees.Tree:
-    """The three matrices of a gated MLP, `[L, E, in, out]`: one of each for every expert.
+    """The three matrices of a gated MLP, `[E, in, out]`: one of each for every expert.
 
-    And their biases `[L, E, out]`, if they have them.
+    And their biases `[E, out]`, if they have them.
     """
     assert cfg.experts is not None
-    L, E, D, F = (
-        cfg.num_hidden_layers,
-        cfg.experts.count,
-        cfg.hidden_size,
-        cfg.experts.intermediate_size,
-    )
-    shapes = {
-        "gate_proj": (D, F, ("embed", "mlp")),
-        "up_proj": (D, F, ("embed", "mlp")),
-        "down_proj": (F, D, ("mlp", "embed")),
-    }
-    infos: trees.Tree = {}
-    for name, (n_in, n_out, axes) in shapes.items():
-        lead = ("layers", "experts")
-        infos[name] = {"weight": ParamInfo((L, E, n_in, n_out), dtype, (*lead, *axes),
-                                           contracting=-2)}  # fmt: skip
-        if name in cfg.mlp_bias:
-            # As in `kernel`: what is added to the residual stream is whole.
-            bias_axis = None if axes[1] == "embed" else axes[1]
-            infos[name]["bias"] = ParamInfo((L, E, n_out), dtype, (*lead, bias_axis), "zeros")
-    return infos
+    one = _gated_infos(cfg, cfg.experts.intermediate_size, dtype)
+    return layer_axis.stack([one] * cfg.experts.count, name="experts")
 
 
 def router_infos(cfg: Config, dtype: str, *, bias: bool = False) -> trees.Tree:
-    """A router `[L, D, E]` and, if it has one, its bias `[L, E]`."""
+    """A router `[D, E]` and, if it has one, its bias `[E]`."""
     assert cfg.experts is not None
-    router = kernel(cfg, cfg.hidden_size, cfg.experts.count, ("embed", None), dtype, bias=bias)
+    router = kernel(cfg.hidden_size, cfg.experts.count, ("embed", None), dtype, bias=bias)
     return router | {"weight": dataclasses.replace(router["weight"], is_router=True)}
 
 

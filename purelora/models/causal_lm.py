@@ -12,7 +12,7 @@ from purelora.config import schema
 from purelora.core import errors, param_info, trees
 from purelora.core.batch import Inputs
 from purelora.lora import adapters as lora
-from purelora.lora import targets
+from purelora.lora import resolve, targets
 from purelora.models import (
     decoder,
     hf_config,
@@ -150,33 +150,22 @@ class CausalLM:
         return f"{targets.HEAD}.weight" not in self.flat_infos
 
     def adapted(self, settings: schema.LoraConfig) -> "CausalLM":
-        """This model with what `settings` train. Raises ConfigError, see `targets.resolve`."""
-        return self.with_adaptation(targets.resolve(settings, self.modules, self.hf_names))
+        """This model with what `settings` train. Raises ConfigError, see `lora.resolve`."""
+        return self.with_adaptation(resolve.resolve(settings, self.modules, self.hf_names))
 
     def with_adaptation(self, adaptation: targets.Adaptation) -> "CausalLM":
         return dataclasses.replace(self, adaptation=adaptation)
 
     def frozen_infos(self) -> trees.Tree:
         """Declarations of what is not trained whole."""
-        full = self.adaptation.full
-        return trees.unflatten({p: leaf for p, leaf in self.flat_infos.items() if p not in full})
+        return trees.unflatten(targets.split_trained(self.flat_infos, self.adaptation).frozen)
 
     def adapter_infos(self, init: str = "default") -> trees.Tree:
         """Declarations of everything that is trained beside the base, in float32.
 
         `init` is `lora.init_lora_weights`.
         """
-        adapters = lora.adapter_infos(self.modules, self.adaptation.targets, init=init)
-        flat = trees.flatten(adapters)
-        for path in self.adaptation.full:
-            flat[path] = dataclasses.replace(self.flat_infos[path], dtype="float32")
-        if self.adaptation.token_ids:
-            table = self.flat_infos[f"{targets.EMBEDDING}.weight"]
-            shape, axes = (len(self.adaptation.token_ids), table.shape[1]), (None, table.axes[1])
-            flat[targets.TOKEN_ROWS] = dataclasses.replace(
-                table, shape=shape, axes=axes, dtype="float32"
-            )
-        return trees.unflatten(flat)
+        return lora.trained_infos(self.flat_infos, self.modules, self.adaptation, init=init)
 
     def bind(
         self,

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from purelora.core import trees
+from purelora.core import layer_axis, trees
 from purelora.core.batch import Inputs
-from purelora.core.param_info import ParamInfo
+from purelora.core.param_info import LAYERS, ParamInfo
 from purelora.lora import targets
 from purelora.models import (
     blocks,
@@ -47,7 +47,7 @@ class Family(Protocol):
         """
 
     def layer_infos(self, cfg: Config, dtype: str) -> trees.Tree:
-        """Declarations of the parameters of one stack; `cfg` is its `Stack.cfg`."""
+        """Declarations of the parameters of ONE layer of a stack; `cfg` is its `Stack.cfg`."""
 
     def block(
         self,
@@ -68,12 +68,18 @@ def param_infos(family: Family, cfg: Config, dtype: str) -> trees.Tree:
         {targets.EMBEDDING: table},
         per_layer_embeddings.infos(cfg, dtype),
         *(
-            trees.unflatten({stack.path: family.layer_infos(stack.cfg, dtype)})
+            trees.unflatten({stack.path: stacked_infos(family, stack, dtype)})
             for stack in stacks.of(cfg)
         ),
-        {"norm": blocks.norm(cfg, cfg.hidden_size, dtype, stacked=False)},
+        {"norm": blocks.norm(cfg, cfg.hidden_size, dtype)},
     ]
     return trees.combine(*infos, {} if cfg.tie_word_embeddings else {targets.HEAD: table})
+
+
+def stacked_infos(family: Family, stack: stacks.Stack, dtype: str) -> trees.Tree:
+    """Declarations of a stack: those of one layer, so often along a first axis `layers`."""
+    one = family.layer_infos(stack.cfg, dtype)
+    return layer_axis.stack([one] * len(stack.layers), name=LAYERS)
 
 
 def axis_counts(cfg: Config) -> dict[str, int]:
@@ -216,5 +222,6 @@ def head(bound: trees.Tree) -> params.Module:
     if own is not None and own.weight is not None:
         return own
     # The table itself, without the adapters that it has as an embedding.
-    adapter = {name: None if own is None else getattr(own, name) for name in params.ADAPTER_FIELDS}
-    return dataclasses.replace(tied, name=targets.HEAD, **adapter)
+    shared = tuple(adapter for adapter in tied.adapters if adapter.kind.is_of_table)
+    adapters = (*(() if own is None else own.adapters), *shared)
+    return dataclasses.replace(tied, name=targets.HEAD, adapters=adapters)

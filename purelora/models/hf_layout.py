@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from purelora.core import layer_axis
 from purelora.core.param_info import ParamInfo
 
 Box = tuple[slice, ...]
@@ -173,15 +174,16 @@ def layout(
     parts: dict[str, tuple[Part, ...]] = {}
     for path, info in infos.items():
         found: list[Part] = []
+        one = layer_axis.declared_layer(info)
         for layer, name in enumerate(names[path]):
             index = (layer,) if info.is_stacked else ()
             if info.has_experts:
-                found += _experts(path, info, index, name, naming, shapes)
+                found += _experts(path, one, index, name, naming, shapes)
                 continue
             is_beside = any(path.startswith(f"{mixture}.") for mixture in mixtures)
             tensor = name.replace(".mlp.", f".{naming.block}.") if is_beside else name
-            shapes[tensor] = info.file_shape
-            box = tuple(slice(0, size) for size in info.file_shape)
+            shapes[tensor] = one.file_shape
+            box = tuple(slice(0, size) for size in one.file_shape)
             found.append(Part(path, index, name, tensor, box, info.is_transposed))
         parts[path] = tuple(found)
     return Layout(shapes, parts)
@@ -195,13 +197,13 @@ def _experts(
     naming: Convention,
     shapes: dict[str, tuple[int, ...]],
 ) -> Iterator[Part]:
-    """The parts of one layer of a leaf of experts; adds their tensors to `shapes`."""
+    """The parts of one layer of experts, declared by `info`; adds their tensors to `shapes`."""
     around, _, rest = name.rpartition(".experts.")
     around = f"{around[: -len('mlp')]}{naming.block}" if around.endswith(".mlp") else around
     matrix, _, kind = rest.rpartition(".")
     own, joined = next((o, all_) for o, all_ in naming.matrices.items() if matrix in all_)
     is_transposed = info.is_transposed and not naming.is_interleaved
-    size = info.file_shape if is_transposed else info.shape[1:]
+    size = info.file_shape if is_transposed else info.shape
     # Outputs are rows of what is transposed, and else the last dimension.
     dim = 1 if is_transposed else len(size) - 1
     tensor_size = [*size[1:dim], len(joined) * size[dim], *size[dim + 1 :]]

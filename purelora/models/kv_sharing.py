@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from purelora.core import trees
-from purelora.models import params, stacks
+from purelora.core import layer_axis, trees
 from purelora.models import scan as scan_lib
+from purelora.models import stacks
 from purelora.models.hf_config import Kind
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -114,7 +114,9 @@ def _zeros(
     """Zeros in the shape and dtype of the keys and values of a kind, to begin the carry with."""
     number, _ = owner(groups, kind)
     zero = jnp.int32(0)
-    layer = scan_lib.Layer({}, params.layer(bound[number], 0), zero, zero, params.layer(given, 0))
+    layer = scan_lib.Layer(
+        {}, layer_axis.layer_of(bound[number], 0), zero, zero, layer_axis.layer_of(given, 0)
+    )
     like = jax.eval_shape(lambda x, layer: block((x, None), layer, 0, number)[1][0], x_BTD, layer)
     # `zeros_like` keeps the mesh axes that these vary over, as the carry of a scan must.
     zeros: KeysValues = jax.tree.map(jnp.zeros_like, like)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from purelora.core import param_info, trees
-from purelora.lora import adapters
+from purelora.lora import kinds
 from purelora.models import params
 from purelora.models import rope as ropes
 from purelora.ops import quant, quant_matmul
@@ -66,27 +66,32 @@ class Dropout:
 
 
 def linear(x: jax.Array, module: params.Module, dropout: Dropout | None = None) -> jax.Array:
-    """`x W + b + scaling · (x A) B`, in the dtype of `x`."""
-    adapter_x = x if dropout is None or module.lora_a is None else dropout(x, module)
+    """`x W + b` with the module's adapters, in the dtype of `x`."""
+    adapter_x = x if dropout is None or not takes_dropout(module) else dropout(x, module)
     return adapted(x, adapter_x, module, x.dtype)
 
 
+def takes_dropout(module: params.Module) -> bool:
+    """Whether dropout thins out what one of the module's adapters reads."""
+    return any(adapter.kind.takes_dropout for adapter in module.adapters)
+
+
 def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Array:
-    """`x W + b + scaling · (adapter_x A) B` in `out_dtype`; `adapter_x` is `x` but for dropout."""
-    y = _base_product(x, module, out_dtype)
-    if module.token_rows is not None:
-        # Rows of the table are outputs of the head.
-        rows = quant_matmul.dot(x, module.token_rows, -1, y.dtype)
-        columns, _ = _own_rows(jnp.asarray(module.token_ids), module, y.shape[-1])
-        y = y.at[..., columns].set(rows, mode="drop")
-    if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
-        delta = adapters.delta(adapter_x, module.lora_a, module.lora_b, module.scaling).astype(
-            y.dtype
-        )
-        y = y + delta if module.magnitude is None else _dora(x, adapter_x, y, delta, module)
+    """`x W + b` with adapters in `out_dtype`; they read `adapter_x`, `x` but for dropout."""
+    for adapter in module.adapters:
+        x = adapter.kind.input(adapter, x)
+    product = functools.partial(_base_product, module=module, out_dtype=out_dtype)
+    y = product(x)
+    local_rows = functools.partial(_local_columns, module=module)
+    call = kinds.Call(x, adapter_x, module, product, local_rows)
+    for adapter in reversed(module.adapters):
+        y = adapter.kind.output(adapter, y, call)
     y = module.parallel.collect(y)
     if module.bias is not None:
-        y = y + jnp.broadcast_to(module.bias.astype(y.dtype), y.shape)
+        bias = module.bias
+        for adapter in module.adapters:
+            bias = adapter.kind.bias(adapter, bias, module)
+        y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
     return y
 
 
@@ -97,24 +102,8 @@ def _base_product(x: jax.Array, module: params.Module, out_dtype: Any) -> jax.Ar
     return quant_matmul.dot(x, module.gather(module.weight), module.contracting, out_dtype)
 
 
-def _dora(
-    x: jax.Array, adapter_x: jax.Array, y: jax.Array, delta: jax.Array, module: params.Module
-) -> jax.Array:
-    """`y` and the adapter's `delta` with the norm of each output's weights set to its magnitude.
-
-    As in PEFT, dropout thins out everything but the plain product `y`.
-    """
-    a, b, scaling, magnitude = (getattr(module, name) for name in params.ADAPTER_FIELDS)
-    assert module.contracting is not None
-    weight = jax.lax.stop_gradient(module.gather(module.weight))
-    factor = adapters.dora_factor(
-        weight, module.contracting, (a, b, scaling), magnitude, module.parallel.collect
-    )
-    # Layers of the stack without an adapter have a scaling of 0 and stay as they are.
-    factor = jnp.where(scaling > 0, factor, 1.0).astype(y.dtype)
-    factor = factor.reshape((1,) * (y.ndim - 1) + (-1,))
-    thinned = y if adapter_x is x else _base_product(adapter_x, module, y.dtype)
-    return y - thinned + factor * (thinned + delta)
+def _local_columns(ids: jax.Array, count: int, module: params.Module) -> jax.Array:
+    return _own_rows(ids, module, count)[0]
 
 
 def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.Array:
@@ -122,13 +111,9 @@ def embed(tokens_BT: jax.Array, module: params.Module, dtype: jnp.dtype) -> jax.
     table = module.gather(module.weight)
     rows_BT, is_own_BT = _own_rows(tokens_BT, module, quant.row_count(table))
     x_BTD = quant.take_rows(table, rows_BT, dtype)
-    if module.token_rows is not None:
-        is_token = tokens_BT[..., None] == np.asarray(module.token_ids, np.int32)[None, None]
-        rows_BTD = module.token_rows[jnp.argmax(is_token, axis=-1)].astype(dtype)
-        x_BTD = jnp.where(is_token.any(axis=-1, keepdims=True), rows_BTD, x_BTD)
-    if module.lora_a is not None and module.lora_b is not None and module.scaling is not None:
-        picked = (module.lora_a[rows_BT] * module.scaling).astype(dtype)
-        x_BTD = x_BTD + picked @ module.lora_b.astype(dtype)
+    lookup = kinds.Lookup(tokens_BT, rows_BT, dtype)
+    for adapter in reversed(module.adapters):
+        x_BTD = adapter.kind.embedded(adapter, x_BTD, lookup)
     if is_own_BT is None:
         return x_BTD
     return module.parallel.psum(jnp.where(is_own_BT[..., None], x_BTD, 0))

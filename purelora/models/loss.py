@@ -85,7 +85,7 @@ def xent_sum(
       dropout: dropout on the input of the head's adapters.
     """
     x_BTD = head.parallel.spread(x_BTD)
-    is_dropped = dropout is not None and head.lora_a is not None
+    is_dropped = dropout is not None and layers.takes_dropout(head)
     adapter_x = dropout(x_BTD, head) if dropout is not None and is_dropped else x_BTD
     count = targets_BT.size
     chunks = -(-count // chunk_tokens)
@@ -100,23 +100,25 @@ def xent_sum(
     return _chunked_sum(tokens, *_split(head), softcap)
 
 
-# What of the head is trained beside its weight.
-_TRAINED = ("lora_a", "lora_b", "magnitude", "token_rows")
-
-
 def _split(head: params.Module) -> tuple[params.Module, params.Module]:
     """The head as two modules: what gets a gradient, and what does not."""
-    weight = None if head.frozen else head.weight
-    trained = dataclasses.replace(head, weight=weight, scaling=None, bias=None)
-    nothing: dict[str, Any] = dict.fromkeys(_TRAINED)
+    parts = [adapter.split() for adapter in head.adapters]
+    trained = dataclasses.replace(
+        head,
+        weight=None if head.frozen else head.weight,
+        adapters=tuple(part for part, _ in parts),
+        bias=None,
+    )
+    constant = tuple(part for _, part in parts)
     weight = head.weight if head.frozen else None
-    return trained, dataclasses.replace(head, weight=weight, **nothing)
+    return trained, dataclasses.replace(head, weight=weight, adapters=constant)
 
 
 def _joined(trained: params.Module, frozen: params.Module) -> params.Module:
     weight = frozen.weight if trained.weight is None else trained.weight
-    parts = {name: getattr(trained, name) for name in _TRAINED}
-    return dataclasses.replace(frozen, weight=weight, **parts)
+    pairs = zip(trained.adapters, frozen.adapters, strict=True)
+    adapters = tuple(one.joined(other) for one, other in pairs)
+    return dataclasses.replace(frozen, weight=weight, adapters=adapters)
 
 
 def _whole(head: params.Module) -> params.Module:

@@ -203,6 +203,6 @@ def _product(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.RowG
         y_RN = grouped_matmul.frozen_dot(x_RK, shard, groups, gather)
     else:
         y_RN = grouped_matmul.dot(x_RK, module.gather(module.weight), groups)
-    if module.lora_a is None or module.lora_b is None or module.scaling is None:
-        return y_RN
-    return y_RN + grouped_matmul.delta(x_RK, module.lora_a, module.lora_b, module.scaling, groups)
+    for adapter in module.adapters:
+        y_RN = adapter.kind.grouped_output(adapter, y_RN, x_RK, groups)
+    return y_RN

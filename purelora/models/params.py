@@ -2,7 +2,7 @@
 
 `bind` is called at the start of a forward pass, inside the differentiated function. What it returns
 is a pytree: `lax.scan` over it slices every array of a stack and leaves the static fields alone,
-and indexing it by `layer` does the same for one layer.
+and `layer_axis.layer_of` does the same for one layer.
 """
 
 import dataclasses
@@ -11,25 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from purelora.core import param_info, trees
-from purelora.lora import adapters, targets
+from purelora.core import layer_axis, param_info, trees
+from purelora.core.paths import Path
+from purelora.lora import adapters, kinds, targets
 from purelora.ops import quant
 from purelora.sharding import parallel as parallel_lib
-
-# The fields of a `Module` that its adapter fills.
-ADAPTER_FIELDS = ("lora_a", "lora_b", "scaling", "magnitude")
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "bias", "lora_a", "lora_b", "scaling", "magnitude", "token_rows"],
+    data_fields=["weight", "bias", "adapters"],
     meta_fields=[
         "name", "gather", "keep_gathered", "parallel", "exchange", "contracting", "frozen",
-        "token_ids",
     ],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +34,7 @@ class Module:
     Attributes:
       weight: this device's shard of the weight; a quantised one is a QArray.
       bias: `[N]`, or None.
-      lora_a, lora_b: the adapters, or None.
-      scaling: factor of the adapter's output, one a layer, or None.
-      magnitude: DoRA's norm of each output's weights, or None.
-      token_rows: trained rows of the embedding, or None.
+      adapters: what is trained beside the weight, one entry a kind; the last is applied first.
       name: tree path of the module.
       gather: makes a shard of the weight whole, but for what `parallel` says.
       keep_gathered: whether the gathered weight is kept for the backward pass, instead of being
@@ -51,16 +43,11 @@ class Module:
       exchange: how tokens reach the experts that other devices hold; only of experts' weights.
       contracting: dimension of the weight that a matmul sums over; None for a vector.
       frozen: whether the weight is not trained, so that no gradient of it is formed.
-      token_ids: which rows `token_rows` are.
     """
 
     weight: Any
     bias: jax.Array | None
-    lora_a: jax.Array | None
-    lora_b: jax.Array | None
-    scaling: jax.Array | None
-    magnitude: jax.Array | None
-    token_rows: jax.Array | None
+    adapters: tuple[kinds.Bound, ...]
     name: str
     gather: quant.Gather
     keep_gathered: bool
@@ -68,7 +55,6 @@ class Module:
     exchange: parallel_lib.Exchange
     contracting: int | None
     frozen: bool
-    token_ids: tuple[int, ...]
 
     @property
     def frozen_operand(self) -> tuple[quant.Weight, quant.Gather]:
@@ -100,15 +86,14 @@ def bind(
       shards: how the leaves lie on the devices.
     """
     trained = trees.flatten(trainable)
-    leaves = {**trees.flatten(base), **trained}
+    leaves: dict[str, Any] = {**trees.flatten(base), **trained}
     modules: dict[str, Module] = {}
-    for path in dict.fromkeys(leaf.rpartition(".")[0] for leaf in leaves):
+    for path in dict.fromkeys(Path(leaf).parent for leaf in leaves):
         weight, bias = f"{path}.weight", f"{path}.bias"
         modules[path] = Module(
             weight=leaves.get(weight),
             bias=shards.gathers.get(bias, parallel_lib.whole)(leaves.get(bias)),
-            **_adapter(path, leaves, infos, adaptation.targets),
-            token_rows=leaves.get(f"{path}.trainable_tokens"),
+            adapters=_adapters(path, leaves, infos, adaptation),
             name=path,
             gather=shards.gathers.get(weight, parallel_lib.whole),
             keep_gathered=shards.keep_gathered and weight in shards.gathers,
@@ -116,41 +101,26 @@ def bind(
             exchange=shards.exchanges.get(path, parallel_lib.ALONE),
             contracting=infos[weight].contracting if weight in infos else None,
             frozen=weight not in trained,
-            token_ids=adaptation.token_ids,
         )
     return trees.unflatten(modules)
 
 
-def _adapter(
-    path: str,
+def _adapters(
+    path: Path,
     leaves: Mapping[str, Any],
     infos: Mapping[str, param_info.ParamInfo],
-    adapted: Mapping[str, targets.Target],
-) -> dict[str, jax.Array | None]:
-    """`lora_a`, `lora_b`, `magnitude` and `scaling` of one module, spread over its stack."""
-    if path not in adapted:
-        return dict.fromkeys(ADAPTER_FIELDS)
-    target = adapted[path]
-    values = {
-        "lora_a": leaves[f"{path}.lora_a"],
-        "lora_b": leaves[f"{path}.lora_b"],
-        "magnitude": leaves[f"{path}.lora_magnitude"] if target.use_dora else None,
-    }
-    if not target.layers:
-        return values | {"scaling": jnp.float32(target.scalings[0])}
-    size = infos[f"{path}.weight"].shape[0]
-    scaling = np.zeros(size, np.float32)
-    scaling[list(target.layers)] = target.scalings
-    spread = {
-        name: None if value is None else adapters.expand(value, target.layers, size)
-        for name, value in values.items()
-    }
-    return spread | {"scaling": jnp.asarray(scaling)}
-
-
-def layer(stack: Any, index: int) -> Any:
-    """One layer of a stack of bound modules, or of any arrays that lead with a layer axis."""
-    return jax.tree.map(lambda array: array[index], stack)
+    adaptation: targets.Adaptation,
+) -> tuple[kinds.Bound, ...]:
+    """What is trained beside the weight of one module, spread over its stack."""
+    bound = []
+    if path in adaptation.targets:
+        target = adaptation.targets[path]
+        stack = infos[path / "weight"].shape[0] if target.layers else None
+        bound.append(adapters.bind(path, target, leaves, stack))
+    rows = leaves.get(path / kinds.TOKEN_ROWS.leaves[0])
+    if rows is not None:
+        bound.append(kinds.TOKEN_ROWS.bound(rows, adaptation.token_ids))
+    return tuple(bound)
 
 
 def split_weights(stack: trees.Tree) -> tuple[dict[str, quant.Weight], trees.Tree]:
@@ -177,8 +147,6 @@ def with_weights(
     """
     flat = trees.flatten(modules)
     for path, stack in frozen.items():
-        weight = jax.tree.map(
-            lambda array: jax.lax.dynamic_index_in_dim(array, position, keepdims=False), stack
-        )
+        weight = layer_axis.layer_of(stack, position)
         flat[path] = dataclasses.replace(flat[path], weight=weight)
     return trees.unflatten(flat)

@@ -32,7 +32,7 @@ def infos(cfg: Config, dtype: str) -> trees.Tree:
     return {
         TABLE: {"weight": table},
         PROJECTION: {"weight": matrix},
-        NORM: blocks.norm(cfg, size, dtype, stacked=False),
+        NORM: blocks.norm(cfg, size, dtype),
     }
 
 

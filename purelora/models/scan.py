@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora.core import trees
+from purelora.core import layer_axis, trees
 from purelora.models import params
 from purelora.models import stacks as stack_lib
 from purelora.models.stacks import Run, Stack
@@ -169,7 +169,8 @@ def _unrolled(
     places = [iter(range(len(stack.layers))) for stack in stacks]
     for number, stack in enumerate(stack_lib.numbers(stacks)):
         position = next(places[stack])
-        own, more = params.layer(bound[stack], position), params.layer(given, number)
+        own = layer_axis.layer_of(bound[stack], position)
+        more = layer_axis.layer_of(given, number)
         layer = Layer({}, own, jnp.int32(position), jnp.int32(number), more)
         carry, y = body(carry, layer, stacks[stack].cfg.kind_numbers[position], stack)
         ys += [] if y is None else [y]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from purelora.core import errors, param_info, trees
+from purelora.core import errors, layer_axis, param_info, trees
 from purelora.ops import quant_codes
 
 _LEAST_SHARE = 0.95  # Of the elements of the layers' matrices, see `check_coverage`.
@@ -149,6 +149,12 @@ def _check_pairs(
 
 
 def _quantised_info(info: param_info.ParamInfo, qtype: str, tile_size: int | None) -> qwix.QArray:
+    """The layout of a weight: of stacked layers, the stack of the layout of one."""
+    if info.is_stacked:
+        at = info.axes.index(param_info.LAYERS)
+        layer = _quantised_info(layer_axis.declared_layer(info), qtype, tile_size)
+        layers: list[qwix.QArray] = [layer] * info.shape[at]
+        return layer_axis.stack(layers, at, param_info.LAYERS)
     form = quant_codes.FORMATS[qtype]
     axis, _ = info.matrix_dims
     length = info.shape[axis]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from purelora.core import errors, param_info, trees
-from purelora.lora import adapters
+from purelora.lora import kinds
 from purelora.ops import quant
 from purelora.sharding import parallel
 from purelora.sharding.rules import BATCH_AXES, EXPERT, MESH_AXES, SPLIT_AXES, TENSOR
@@ -118,7 +118,7 @@ def shards(
     found = {path: tuple(map(_gathered_dims, _arrays(leaf))) for path, leaf in flat.items()}
     # The step gathers adapters, once before its loops.
     gathers = {
-        p: Gather(dims) for p, dims in found.items() if any(dims) and not adapters.is_adapter(p)
+        p: Gather(dims) for p, dims in found.items() if any(dims) and not kinds.is_adapter(p)
     }
     splits = _tensor_splits(flat, infos)
     _check_splits(flat, infos)
@@ -217,7 +217,7 @@ def gradient_paths(specs: trees.Tree, base_specs: trees.Tree) -> trees.Tree:
     split = {p.rpartition(".")[0] for p, s in all_specs.items() if TENSOR in _arrays(s)[0]}
 
     def path_of(path: str, spec: P) -> GradientPath:
-        is_adapter = adapters.is_adapter(path)
+        is_adapter = kinds.is_adapter(path)
         axes = MESH_AXES if is_adapter and path.rpartition(".")[0] in split else BATCH_AXES
         cast = tuple(axis for axis in axes if axis not in spec)
         return GradientPath(cast, _gathered_dims(spec) if is_adapter else ())

@@ -14,8 +14,7 @@ from purelora.config import schema
 from purelora.core import errors, param_info, trees
 from purelora.formats import source as sources
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import convert
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import adapter_sources, artefact, attach
 from purelora.lora import weight_init
 from purelora.multihost import runtime
 from purelora.sharding import host_arrays, specs
@@ -105,8 +104,8 @@ def begin_fresh(model: builtin.Model, plan: Plan, say: Say) -> Beginning:
     loaded = load_weights(model, plan, say, split)
     adapters = None
     if warm is not None:
-        convert.check_base(warm.adapter, loaded.fingerprint)
-        convert.check_copies(warm.attached, loaded.tree)
+        attach.check_base(warm.adapter, loaded.fingerprint)
+        attach.check_copies(warm.attached, loaded.tree)
         notes = "".join(f"; {note}" for note in warm.attached.notes)
         say(f"adapters from {plan.config.init_adapter}{notes}")
         adapters = warm.attached.trainable
@@ -141,22 +140,35 @@ def base_again(
     return Base(base, split.tree() if split else {}, loaded.fingerprint)
 
 
+def to_nnx(plan: Plan, base: trees.Tree, trainable: trees.Tree) -> nnx_boundary.LanguageModel:
+    """The model of a plan as an `nnx.Module`: called with tokens `[B, T]` it gives logits.
+
+    Its adapters are `nnx.LoRAParam`s and all other leaves `nnx.Param`s, with the mesh axes of each
+    as `out_sharding` metadata. The arrays are the given ones, on their devices.
+
+    Args:
+      plan: the run.
+      base: the frozen leaves; empty if all weights are trained.
+      trainable: the trained leaves.
+    """
+    weights, adapters = (base, trainable) if plan.config.lora.enabled else (trainable, {})
+    all_specs = trees.combine(plan.base_specs, plan.trainable_specs)
+    return nnx_boundary.wrap(weights, adapters, all_specs, plan.model.logits)
+
+
 def through_boundary(
     plan: Plan, base: trees.Tree, trainable: trees.Tree
 ) -> tuple[trees.Tree, trees.Tree]:
     """Base and trained leaves into the NNX module, and out of it: the same two trees."""
-    lora = plan.config.lora
-    weights, adapters = (base, trainable) if lora.enabled else (trainable, {})
-    all_specs = trees.combine(plan.base_specs, plan.trainable_specs)
-    module = nnx_boundary.wrap(weights, adapters, all_specs, plan.model.logits)
-    chosen = nnx_boundary.trainable_filter(lora.enabled, plan.model.adaptation.full)
-    split = nnx_boundary.split(module, chosen)
+    full = plan.model.adaptation.full
+    chosen = nnx_boundary.trainable_filter(plan.config.lora.enabled, full)
+    split = nnx_boundary.split(to_nnx(plan, base, trainable), chosen)
     return split.base, split.trainable
 
 
 class _Warm(NamedTuple):
-    adapter: peft_files.Adapter
-    attached: convert.Attached
+    adapter: artefact.Adapter
+    attached: attach.Attached
 
 
 def _open_warm(plan: Plan, base: Mapping[str, Any]) -> _Warm | None:
@@ -167,9 +179,9 @@ def _open_warm(plan: Plan, base: Mapping[str, Any]) -> _Warm | None:
     path = plan.config.init_adapter
     if path is None:
         return None
-    adapter = convert.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
-    attached = convert.attach(adapter, plan.model, base_fingerprint=None)
-    problems = convert.differences(attached.model.adaptation, plan.model.adaptation, path)
+    adapter = adapter_sources.open_adapter(path, base, lora_alpha=plan.config.lora.lora_alpha)
+    attached = attach.attach(adapter, plan.model, base_fingerprint=None)
+    problems = attach.differences(attached.model.adaptation, plan.model.adaptation, path)
     if problems:
         what = f"does not fit lora.* of this run: {len(problems)} differences"
         head = errors.Problem("init_adapter", path, what, "set lora.* to what it was trained with")

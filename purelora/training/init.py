@@ -1,7 +1,8 @@
 """The leaves that a run begins with: base and trained, placed on the mesh.
 
 Most adapters begin from random numbers alone. Some need the weights: those that were taken out of
-them while reading (`factoring`), DoRA's magnitudes, and rows of the embedding.
+them while reading (`lora.weight_init`), those of a kind that looks at the weight, and rows of the
+embedding.
 """
 
 import functools
@@ -14,7 +15,7 @@ import numpy as np
 
 from purelora.core import trees
 from purelora.lora import adapters as lora
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 from purelora.ops import quant
 from purelora.sharding import host_arrays, specs
 from purelora.training.plan import Plan
@@ -42,15 +43,13 @@ def start_of(
       initial: adapters that were taken out of them; empty if none were.
       adapters: trained leaves of a warm start, all that the run trains; None for a fresh start.
     """
-    flat = trees.flatten(loaded)
-    full = run.model.adaptation.full if run.config.lora.enabled else tuple(flat)
-    base = {path: leaf for path, leaf in flat.items() if path not in full}
-    trained = {path: flat[path] for path in full}
+    adaptation = run.model.adaptation if run.config.lora.enabled else None
+    trained, base = targets.split_trained(trees.flatten(loaded), adaptation)
     if adapters is not None:
         trained = trees.flatten(adapters)
     elif run.config.lora.enabled:
         trained |= trees.flatten(initial) or _fresh(run)
-        trained |= _magnitudes(run, base) | _token_rows(run, base)
+        trained |= _from_weights(run, base) | _token_rows(run, base)
     placed = specs.shardings(run.trainable_specs, run.mesh)
     in_order = {path: trained[path] for path in trees.flatten(run.trainable_infos)}
     return Start(trees.unflatten(base), host_arrays.place(trees.unflatten(in_order), placed))
@@ -58,38 +57,43 @@ def start_of(
 
 def without_full(run: Plan, loaded: trees.Tree) -> trees.Tree:
     """The weights as read, without those that are trained whole."""
-    full = run.model.adaptation.full
-    return trees.unflatten({p: leaf for p, leaf in trees.flatten(loaded).items() if p not in full})
+    parts = targets.split_trained(trees.flatten(loaded), run.model.adaptation)
+    return trees.unflatten(parts.frozen)
 
 
 def _fresh(run: Plan) -> dict[str, jax.Array]:
-    """Adapters from random numbers; magnitudes are not among them yet."""
+    """Adapters from random numbers, before the weights are looked at."""
     adapted, init = run.model.adaptation.targets, run.config.lora.init_lora_weights
     infos = lora.adapter_infos(run.model.modules, adapted, init=init)
     make = functools.partial(lora.initial, infos, adapted)
     return trees.flatten(jax.jit(lambda key: make(key=key))(jax.random.key(run.config.seed)))
 
 
-def _magnitudes(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """DoRA's magnitudes: the norms of the weights, since `lora_b` is zero."""
-    found: dict[str, jax.Array] = {}
+def _from_weights(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Leaves that begin as the weights say, such as DoRA's magnitudes."""
+    initial: dict[str, jax.Array] = {}
     for path, target in run.model.adaptation.targets.items():
-        if not target.use_dora:
+        if not kinds.of_target(target).begins_at_weight:
             continue
         module = run.model.modules[path]
         # A tied head has no weight of its own.
         weight = base.get(f"{path}.weight", base.get(f"{targets.EMBEDDING}.weight"))
-        norms = _norms(weight, module.weight.contracting, module.is_stacked)
+        leaves = _of_weight(
+            weight, kinds.of_target(target), module.weight.contracting, module.is_stacked
+        )
         layers = np.asarray(target.layers)
-        found[f"{path}.lora_magnitude"] = norms[layers] if target.layers else norms
-    return found
+        for name, leaf in leaves.items():
+            initial[f"{path}.{name}"] = leaf[layers] if target.layers else leaf
+    return initial
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _norms(weight: quant.Weight, contracting: int, is_stacked: bool) -> jax.Array:
-    def one(layer: quant.Weight) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _of_weight(
+    weight: quant.Weight, kind: kinds.Kind, contracting: int, is_stacked: bool
+) -> dict[str, jax.Array]:
+    def one(layer: quant.Weight) -> dict[str, jax.Array]:
         values = quant.dequantise(layer).astype(jnp.float32)
-        return lora.column_norms(values if contracting == -2 else values.T)
+        return kind.from_weight(values if contracting == -2 else values.T)
 
     # One layer after the other, so that only one exists as floats.
     return jax.lax.map(one, weight) if is_stacked else one(weight)
@@ -100,5 +104,4 @@ def _token_rows(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
     if not ids:
         return {}
     table = base[f"{targets.EMBEDDING}.weight"]
-    rows = quant.take_rows(table, jnp.asarray(ids), jnp.dtype("float32"))
-    return {targets.TOKEN_ROWS: rows}
+    return {kinds.TOKEN_ROWS.path: kinds.TOKEN_ROWS.of_table(table, ids)}

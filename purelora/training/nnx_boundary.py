@@ -2,7 +2,7 @@
 
 A family's trees go into a real `nnx.Module` (`wrap`), come out of it as plain pytrees by a dynamic
 filter (`split`), and trained pytrees go back (`merge`). Training gets its two trees through `split`
-and in no other way.
+and in no other way. `from_nnx` does the same with a module of the user's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,11 @@ import qwix
 from flax import nnx
 
 from purelora.core import errors, trees
-from purelora.core.batch import Inputs
-from purelora.lora import adapters as lora
+from purelora.core.batch import Batch, Inputs
+from purelora.core.paths import Path
+from purelora.lora import kinds
+from purelora.models.loss import Losses
+from purelora.training.step import Forward
 
 # (trainable, base, inputs) -> logits; either tree may be empty.
 Apply = Callable[[trees.Tree, trees.Tree, Inputs], jax.Array]
@@ -56,7 +59,7 @@ class LanguageModel(Node):
 def _node_or_param(name: str, value: Any, spec: Any) -> Node | nnx.Param:
     if isinstance(value, Mapping):
         return Node(value, spec)
-    kind = nnx.LoRAParam if lora.is_adapter(name) else nnx.Param
+    kind = nnx.LoRAParam if kinds.is_adapter(name) else nnx.Param
     codes_spec = spec.qvalue if isinstance(spec, qwix.QArray) else spec
     # The annotation is metadata here: the arrays are placed already, and no mesh is in scope.
     return kind(value, out_sharding=tuple(codes_spec), eager_sharding=False)
@@ -122,12 +125,13 @@ def split(model: nnx.Module, trainable: Any, base: Any = ...) -> Split:
       ConfigError: nothing is trained, adapters exist but the base is empty, a leaf matches both
         filters or none, or a leaf is not a Param.
     """
-    leaves = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
+    flat = nnx.to_flat_state(nnx.state(model))
+    leaves: dict[str, Any] = {_name(path): leaf for path, leaf in flat}
     _check_params(leaves)
     takes, rests = nnx.filterlib.to_predicate(trainable), nnx.filterlib.to_predicate(base)
-    chosen = {name for name, leaf in leaves.items() if takes(tuple(name.split(".")), leaf)}
+    chosen: set[str] = {_name(path) for path, leaf in flat if takes(path, leaf)}
     if base is not ...:
-        rest = {name for name, leaf in leaves.items() if rests(tuple(name.split(".")), leaf)}
+        rest: set[str] = {_name(path) for path, leaf in flat if rests(path, leaf)}
         _check_partition(chosen, rest, set(leaves))
     if not chosen:
         raise errors.ConfigError(
@@ -145,12 +149,81 @@ def split(model: nnx.Module, trainable: Any, base: Any = ...) -> Split:
             "train adapters alone (nnx.LoRAParam), or a model without adapters",
         )
     parts: tuple[Any, ...] = nnx.split(model, trainable, ...)
-    return Split(parts[0], nnx.to_pure_dict(parts[1]), nnx.to_pure_dict(parts[2]))
+    return Split(parts[0], _named(parts[1]), _named(parts[2]))
 
 
 def merge(graphdef: nnx.GraphDef, trainable: trees.Tree, base: trees.Tree) -> nnx.Module:
     """The module again, from its structure and both trees."""
-    return nnx.merge(graphdef, trainable, base)
+    leaves = trees.flatten(trees.combine(trainable, base))
+    by_keys: dict[Any, Any] = {_keys(path): leaf for path, leaf in leaves.items()}
+    return nnx.merge(graphdef, nnx.State.from_flat_path(by_keys))
+
+
+class NnxModel(NamedTuple):
+    """A module of the user's own as the train step takes it.
+
+    Attributes:
+      graphdef: its structure, static and hashable.
+      trainable: plain nested dict of the leaves to train; numbers of lists are texts.
+      base: plain nested dict of the frozen ones.
+      forward: what `make_train_step` and `make_eval_step` take; it closes over `graphdef`.
+    """
+
+    graphdef: nnx.GraphDef
+    trainable: trees.Tree
+    base: trees.Tree
+    forward: Forward
+
+
+# (module, batch of [B, T] arrays, key or None outside training) -> weighted sum over the tokens
+ModuleLoss = Callable[[Any, Batch, jax.Array | None], jax.Array]
+
+
+def from_nnx(module: nnx.Module, loss: ModuleLoss, trainable: Any = nnx.LoRAParam) -> NnxModel:
+    """Takes any NNX module apart for the train step, and says how its loss is computed.
+
+    Args:
+      module: any NNX module whose leaves are all Params, for example one that
+        `qwix.apply_lora_to_model` has put adapters into. It is not changed.
+      loss: the sum over a micro-batch's tokens of loss times `batch.weights`, a float32 scalar.
+      trainable: NNX filter of the leaves to train: `nnx.LoRAParam`, `nnx.Param` for all, or any
+        other. All other leaves are frozen.
+
+    Raises:
+      ConfigError: as `split`.
+    """
+    parts = split(module, trainable)
+
+    def forward(
+        trainable: trees.Tree,
+        base: trees.Tree,
+        batch: Batch,
+        *,
+        key: jax.Array | None,
+        rows_B: jax.Array,
+        row_weight: jax.Array,
+    ) -> tuple[jax.Array, Losses]:
+        del row_weight  # It is for losses that are means over rows.
+        keys = None if key is None else jax.random.fold_in(key, rows_B[0])
+        total = loss(merge(parts.graphdef, trainable, base), batch, keys)
+        return total, Losses(total, None)
+
+    return NnxModel(*parts, forward)
+
+
+def _name(path: Sequence[Any]) -> Path:
+    """The dotted name of a leaf; lists number their items."""
+    return Path.of(map(str, path))
+
+
+def _keys(name: Path) -> tuple[str | int, ...]:
+    """The keys of a leaf by its dotted name: no attribute is called by a number."""
+    return tuple(int(part) if part.isdecimal() else part for part in name.parts)
+
+
+def _named(state: nnx.State) -> trees.Tree:
+    """A state as a plain tree whose keys are all texts, as the trees of purelora are."""
+    return trees.unflatten({_name(path): v.get_value() for path, v in nnx.to_flat_state(state)})
 
 
 def _check_params(leaves: Mapping[str, Any]) -> None:

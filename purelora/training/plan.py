@@ -57,13 +57,12 @@ class Plan:
     @property
     def loaded(self) -> tuple[trees.Tree, trees.Tree]:
         """Declarations and specs of everything that is read: the base and what is trained whole."""
-        full = self.model.adaptation.full
         if not self.config.lora.enabled:
             return self.trainable_infos, self.trainable_specs
 
         def with_full(base: trees.Tree, trained: trees.Tree) -> trees.Tree:
-            flat = trees.flatten(trained)
-            return trees.combine(base, trees.unflatten({path: flat[path] for path in full}))
+            flat, adaptation = trees.flatten(trained), self.model.adaptation
+            return trees.combine(base, targets.split_trained(flat, adaptation).trained)
 
         infos = with_full(self.base_infos, self.trainable_infos)
         return infos, with_full(self.base_specs, self.trainable_specs)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from purelora.core import param_info, trees
 from purelora.core.paths import Path
-from purelora.lora import adapters, targets
+from purelora.lora import adapters, kinds, targets
 from purelora.training.plan import Plan
 
 
@@ -130,7 +130,7 @@ def array_rows(plan: Plan) -> list[ArrayRow]:
         for path, leaf in trees.flatten(tree).items():
             for suffix, one, spec in _arrays(leaf, flat_specs[path]):
                 sizes = trees.leaf_bytes(one.abstract), device_bytes(one, spec, plan.mesh)
-                is_adapter = plan.config.lora.enabled and adapters.is_adapter(path)
+                is_adapter = plan.config.lora.enabled and kinds.is_adapter(path)
                 names = path, path + suffix
                 rows.append(ArrayRow(*names, one, spec, is_trained, is_adapter, *sizes))
     return rows

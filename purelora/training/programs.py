@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from purelora.core import train_state, trees
@@ -12,7 +13,7 @@ from purelora.models import causal_lm
 from purelora.sharding import specs
 from purelora.training import optimisers
 from purelora.training.plan import Plan
-from purelora.training.step import Forward, Layout, make_train_step
+from purelora.training.step import Forward, Layout, Program, make_train_step
 
 
 def forward_of(plan: Plan) -> Forward:
@@ -32,9 +33,21 @@ def layout_of(plan: Plan, tx: optax.GradientTransformation) -> Layout:
     return Layout(plan.mesh, plan.trainable_specs, plan.base_specs, state_specs)
 
 
+def replicated_layout(
+    mesh: Mesh, trainable: trees.Tree, base: trees.Tree, tx: optax.GradientTransformation
+) -> Layout:
+    """The layout of trees of arrays that lie whole on every device of a mesh."""
+
+    def everywhere(tree: trees.Tree) -> trees.Tree:
+        return jax.tree.map(lambda _: P(), tree)
+
+    state_specs = train_state.state_specs(everywhere(trainable), tx, trainable, P())
+    return Layout(mesh, everywhere(trainable), everywhere(base), state_specs)
+
+
 def train_step(
     plan: Plan, layout: Layout, tx: optax.GradientTransformation, schedule_steps: int
-) -> jax.stages.Wrapped:
+) -> Program:
     """The jitted step of a run."""
     schedule = optimisers.schedule(plan.config.optim, schedule_steps)
     return make_train_step(forward_of(plan), tx, schedule, layout)

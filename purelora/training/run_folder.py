@@ -24,7 +24,7 @@ from typing import Any
 from purelora.config import schema
 from purelora.core import errors
 from purelora.interop import open_model
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, artefact
 from purelora.interop.peft import files as peft_files
 from purelora.multihost import runtime
 from purelora.training import log, plan_report, setup
@@ -151,13 +151,13 @@ def finish(run: setup.Run, step: int) -> pathlib.Path | None:
     if run.meta["adaptation"] is None:
         return None
     folder = pathlib.Path(run.settings.workdir) / ADAPTER
-    adapter = convert.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
+    adapter = adapter_sources.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
     new, old = (folder.with_name(f"{ADAPTER}.{name}") for name in ("new", "old"))
     try:
         _remove(new)
         _remove(old)
         write_adapter(str(new), adapter, run.checkpoints.meta(step))
-        convert.check_equal(peft_files.read(str(new)), adapter)
+        artefact.check_equal(peft_files.read(str(new)), adapter)
         if folder.exists():
             folder.rename(old)  # Never half deleted under its own name.
         new.rename(folder)
@@ -190,15 +190,15 @@ def finish_once(run: setup.Run, step: int) -> pathlib.Path | None:
 def _is_adapter_of(run: setup.Run, step: int) -> bool:
     """Whether the folder of the adapter is whole, and holds the values of `step`."""
     folder = pathlib.Path(run.settings.workdir) / ADAPTER
-    wanted = convert.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
+    wanted = adapter_sources.of_checkpoint(run.checkpoints, step, where=run.settings.workdir)
     try:
-        convert.check_equal(peft_files.read(str(folder)), wanted)
+        artefact.check_equal(peft_files.read(str(folder)), wanted)
     except errors.ModelError:
         return False
     return True
 
 
-def write_adapter(folder: str, adapter: peft_files.Adapter, meta: Mapping[str, Any]) -> None:
+def write_adapter(folder: str, adapter: artefact.Adapter, meta: Mapping[str, Any]) -> None:
     """Writes a PEFT folder with a model card.
 
     Args:
@@ -212,7 +212,7 @@ def write_adapter(folder: str, adapter: peft_files.Adapter, meta: Mapping[str, A
     )
 
 
-def card(adapter: peft_files.Adapter, meta: Mapping[str, Any]) -> str:
+def card(adapter: artefact.Adapter, meta: Mapping[str, Any]) -> str:
     """The model card of an adapter."""
     c, settings = adapter.config, meta["config"]
     base = c.base_model_name_or_path or "unknown"
@@ -232,7 +232,7 @@ tags: [lora, purelora]
 
 # Adapter for {base}
 
-LoRA{" with DoRA" if c.use_dora else ""}: r = {c.r}, alpha = {c.lora_alpha:g} (scaled by {scaled}),
+{c.adapter_kind.title}: r = {c.r}, alpha = {c.lora_alpha:g} (scaled by {scaled}),
 trained by purelora {meta["versions"]["purelora"]} up to step {meta["step"]}.
 {result}
 | setting | value |

@@ -13,7 +13,7 @@ from purelora.config import checks, schema
 from purelora.core import errors, train_state, trees
 from purelora.data import load as data_load
 from purelora.interop import builtin, open_model
-from purelora.interop.peft import convert
+from purelora.interop.peft import record
 from purelora.multihost import runtime
 from purelora.training import (
     beginning,
@@ -159,23 +159,24 @@ def _meta(
     decays = plan.config.optim.schedule != "constant"
     resolved = {"optim.schedule_steps": schedule_steps if decays else None}
     # The fingerprint is of the tensors; what config.json makes of them must be the same too.
-    sizes = {f"config.json: {k}": v for k, v in dataclasses.asdict(plan.model.config).items()}
+    sizes = dataclasses.asdict(plan.model.config)
     # Which of several patterns counts depends on their order, which JSON objects do not have.
-    ranks = {
-        f"lora: ranks and scalings of {path}": [list(target.ranks), list(target.scalings)]
+    scalings = {
+        path: [list(target.ranks), list(target.scalings)]
         for path, target in plan.model.adaptation.targets.items()
     }
-    settings = schema.as_flat(plan.config) | resolved | sizes | ranks
     lora = plan.config.lora
     path = plan.config.model.path
-    adaptation = convert.record(plan.model, lora, path) if lora.enabled else None
+    adaptation = record.of_model(plan.model, lora, path).to_json() if lora.enabled else None
     return {
-        "config": settings,
+        "config": schema.as_flat(plan.config) | resolved,
         "base_fingerprint": base_fingerprint,
         "data_fingerprint": data.fingerprint,
         "versions": {"purelora": purelora.__version__, "jax": jax.__version__},
         "adaptation": adaptation,
         "model_config": dict(model.source.config),
+        "model_sizes": sizes,
+        "adapter_scalings": scalings,
     }
 
 

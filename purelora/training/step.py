@@ -13,8 +13,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -76,9 +78,10 @@ class Metrics(NamedTuple):
     router: Any
 
     @property
-    def loss(self) -> jax.Array:
-        """Mean loss of the tokens, by weight; not a number for a batch without any."""
-        return self.loss_sum / self.weight_sum
+    def loss(self) -> float:
+        """Mean loss of the tokens, by weight; waits for the device. Not a number without any."""
+        weight = float(np.asarray(self.weight_sum))
+        return float(np.asarray(self.loss_sum)) / weight if weight else float("nan")
 
 
 # (state, base, batch) -> (state, metrics); the old state is donated.
@@ -95,6 +98,29 @@ class Layout:
     trainable: trees.Tree
     base: trees.Tree
     state: Any
+
+
+class Program:
+    """A jitted function on its own mesh, whatever mesh a caller has set with `jax.set_mesh`."""
+
+    def __init__(self, function: Callable[..., Any], shardings: Any, **options: Any):
+        """Jits `function` for arguments with these shardings; `options` are those of `jax.jit`."""
+        self._jitted = jax.jit(function, in_shardings=shardings, **options)
+        self._shardings = shardings
+
+    def __call__(self, *arguments: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._jitted(*arguments)
+        # Arrays that were made under another mesh lie on it.
+        with jax.set_mesh(_NO_MESH):
+            return self._jitted(*jax.device_put(arguments, self._shardings))
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """As the method of what `jax.jit` returns."""
+        return self._jitted.lower(*arguments)
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 class Sums(NamedTuple):
@@ -118,7 +144,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     schedule: optimisers.Schedule,
     layout: Layout,
-) -> jax.stages.Wrapped:
+) -> Program:
     """The compiled step `(state, base, batch) -> (state, metrics)`; the old state is donated."""
     sums = collectives.shard_step(
         _local_sums(forward, collectives.gradient_paths(layout.trainable, layout.base)),
@@ -130,12 +156,13 @@ def make_train_step(
     def train_step(
         old: state.TrainState, base: trees.Tree, batch: Batch
     ) -> tuple[state.TrainState, Metrics]:
+        _check_batch(batch)
         key = jax.random.fold_in(old.key, old.step)
         return update(old, sums(old.trainable, base, batch, key), tx=tx, schedule=schedule)
 
     placed = specs.shardings((layout.state, layout.base, specs.BATCH_SPEC), layout.mesh)
     out = (placed[0], specs.replicated(layout.mesh))
-    return jax.jit(train_step, in_shardings=placed, out_shardings=out, donate_argnums=0)
+    return Program(train_step, placed, out_shardings=out, donate_argnums=0)
 
 
 def update(
@@ -174,11 +201,12 @@ def update(
     return new, Metrics(sums.losses.xent, sums.weight, grad_norm, rate, applied_32, router)
 
 
-def make_eval_step(forward: Forward, layout: Layout) -> EvalStep:
+def make_eval_step(forward: Forward, layout: Layout) -> Program:
     """The compiled `(trainable, base, batch) -> (loss_sum, weight_sum)`; nothing is donated."""
     paths = collectives.gradient_paths(layout.trainable, layout.base)
 
     def local(trainable: trees.Tree, base: trees.Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        _check_batch(batch)
         entered = trees.map_leaves(lambda path, leaf: path.enter(leaf), paths, trainable)
 
         def micro(total: jax.Array, xs: tuple[jax.Array, Batch]) -> tuple[jax.Array, None]:
@@ -195,11 +223,8 @@ def make_eval_step(forward: Forward, layout: Layout) -> EvalStep:
 
     in_specs = (layout.trainable, layout.base, specs.BATCH_SPEC)
     sharded = collectives.shard_step(local, layout.mesh, in_specs=in_specs, out_specs=(P(), P()))
-    return jax.jit(
-        sharded,
-        in_shardings=specs.shardings(in_specs, layout.mesh),
-        out_shardings=specs.replicated(layout.mesh),
-    )
+    shardings = specs.shardings(in_specs, layout.mesh)
+    return Program(sharded, shardings, out_shardings=specs.replicated(layout.mesh))
 
 
 def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
@@ -234,6 +259,13 @@ def _local_sums(forward: Forward, paths: trees.Tree) -> Callable[..., Sums]:
         return Sums(losses, weight, count, grads)
 
     return local
+
+
+def _check_batch(batch: Batch) -> None:
+    """What a batch must be, looked at while the step is traced."""
+    chex.assert_rank(list(batch), 3)
+    chex.assert_equal_shape(list(batch))
+    chex.assert_type(list(batch), [int, int, float, int, int])
 
 
 def _numbered(batch: Batch) -> tuple[jax.Array, Batch]:

@@ -23,7 +23,8 @@ import qwix
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora.core import errors, param_info, trees
+from purelora.core import errors, layer_axis, param_info, trees
+from purelora.core.param_info import LAYERS
 from purelora.formats import source as sources
 from purelora.lora import targets, weight_init
 from purelora.models import causal_lm, hf_layout, hf_multimodal
@@ -190,9 +191,12 @@ def _file_sharding(
 ) -> NamedSharding:
     """How one layer of a leaf lies over the mesh, in the order of dimensions that files have."""
     sharding = placed.qvalue if isinstance(placed, qwix.QArray) else placed
-    axes = (*sharding.spec, *[None] * (len(declared.shape) - len(sharding.spec)))
-    axes = axes[1:] if declared.is_stacked else axes
-    spec = P(*((*axes[:-2], *axes[:-3:-1]) if is_transposed else axes))
+    spec, rank = sharding.spec, len(declared.shape)
+    if declared.is_stacked:
+        spec = layer_axis.remove_scan_axis(spec, declared.axes.index(LAYERS), rank=rank)
+        rank -= 1
+    if is_transposed:
+        spec = layer_axis.move_scan_axis(spec, -1, -2, rank=rank)
     return NamedSharding(sharding.mesh, spec)
 
 
@@ -296,7 +300,7 @@ def _filler(like: Any, is_transposed: bool, ways: int, sharding: _Hashable) -> C
 
     def write(leaf: jax.Array, value: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
         if len(index) == 1:
-            return jax.lax.dynamic_update_index_in_dim(leaf, value, index[0], axis=0)
+            return layer_axis.with_layer(leaf, value, index[0])
         shards = leaf.reshape(leaf.shape[0], ways, -1, *leaf.shape[2:])
         starts: list[Any] = [index[0], 0, index[1], *[0] * (leaf.ndim - 2)]
         shards = jax.lax.dynamic_update_slice(shards, value[None, :, None], starts)

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs import tiny as tiny_config
-from purelora.checkpoint import compatibility, manifest, retention, store
+from purelora.checkpoint import compatibility, document, manifest, retention, store
 from purelora.config import from_dict
 from purelora.core import errors, train_state
 
@@ -298,7 +298,7 @@ def _unfinish(path: Path, meta: str | None) -> None:
 @pytest.mark.parametrize(
     ("meta", "is_foreign"),
     [
-        (f'{{"format": {store.FORMAT}, "config": {{}}}}', False),
+        (f'{{"format": {document.FORMAT}, "config": {{}}}}', False),
         ("", False),  # What a failure of the machine can leave.
         ("\0" * 40, False),
         ('{"config": {}}', True),
@@ -355,7 +355,7 @@ def test_a_step_of_another_format_is_not_read(
     path = tmp_path / "checkpoints" / "5"
     file = path / "meta" / "metadata"
     meta = json.loads(file.read_text())
-    assert meta.pop("format") == store.FORMAT
+    assert meta.pop("format") == document.FORMAT
     file.write_text(json.dumps(meta if found is None else {**meta, "format": found}))
     (path / manifest.NAME).unlink()
     manifest.write(path)
@@ -366,7 +366,7 @@ def test_a_step_of_another_format_is_not_read(
     ):
         error = _refused(read)
         assert f"{path}: was written by another version of purelora: it {message}" in str(error)
-        assert f"reads {store.FORMAT}" in str(error)
+        assert f"reads {document.FORMAT}" in str(error)
 
 
 def test_a_name_with_zeros_before_it_is_no_step(

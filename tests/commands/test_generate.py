@@ -17,7 +17,7 @@ from purelora.core import errors
 from purelora.formats import source
 from purelora.inference import generation, loaded_model
 from purelora.interop import builtin
-from purelora.interop.peft import adapter_config, convert
+from purelora.interop.peft import adapter_config, adapter_sources, artefact, attach
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode
 from purelora.training import compilation
@@ -73,7 +73,7 @@ def write_adapter(folder: pathlib.Path, seed: int, **changes) -> str:
     if "ensure_weight_tying" in changes:
         weight = rng.standard_normal((vocab, width)).astype(np.float32)
         modules["model.embed_tokens"] = {"weight": weight}
-    peft_files.write(str(folder), peft_files.Adapter("made", settings, modules, None))
+    peft_files.write(str(folder), artefact.Adapter("made", settings, modules, None))
     return str(folder)
 
 
@@ -94,7 +94,7 @@ def library_answer(prompt: str, adapter: str | None = None, count: int = 6) -> s
     base = loaded_model.load_speaker(options, {}).voice("base").base
     trainable = {}
     if adapter:
-        one = convert.attach(convert.open_adapter(adapter), model, base_fingerprint=None)
+        one = attach.attach(adapter_sources.open_adapter(adapter), model, base_fingerprint=None)
         model, trainable = one.model, one.trainable
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     ids = opened.tokenizer.encode(text, add_special_tokens=True).ids
@@ -377,7 +377,7 @@ def test_the_output_appears_whole_or_not_at_all(tmp_path, capsys):
 def test_an_adapter_of_another_base_is_refused(tmp_path, capsys):
     folder = write_adapter(tmp_path / "a", 1)
     adapter = peft_files.read(folder)
-    other = peft_files.Adapter("x", adapter.config, adapter.modules, "0" * 64)
+    other = artefact.Adapter("x", adapter.config, adapter.modules, "0" * 64)
     peft_files.write(str(tmp_path / "b"), other)
     with pytest.raises(errors.ModelError, match="was trained on another base"):
         run(capsys, "--prompt=x", f"--adapter={tmp_path / 'b'}")

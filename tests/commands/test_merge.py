@@ -14,7 +14,7 @@ from purelora.commands import adapters as adapters_command
 from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.interop import builtin, merged_model
-from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import adapter_sources, algebra, artefact, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
 from purelora.ops import quant
@@ -53,8 +53,8 @@ class Base:
         settings = tiny.lora_config(**FEATURES[name] | changes)
         m = self.model.adapted(settings)
         leaves = trained_adapters.trained(m, loaded(str(self.path))[1])
-        known = convert.record(m, settings, str(self.path))
-        adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+        known = record.of_model(m, settings, str(self.path))
+        adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
         peft_files.write(str(folder), adapter)
         return str(folder)
 
@@ -67,7 +67,7 @@ def bases(tmp_path_factory) -> dict[bool, Base]:
 
 def adapted_logits(base: Base, adapter: str) -> np.ndarray:
     model, tree = loaded(str(base.path))
-    found = convert.attach(convert.open_adapter(adapter), model, base_fingerprint=None)
+    found = attach.attach(adapter_sources.open_adapter(adapter), model, base_fingerprint=None)
     return logits(found.model, found.trainable, tree)
 
 
@@ -113,7 +113,7 @@ def test_report_says_what_a_narrow_dtype_keeps(bases, tmp_path, capsys):
     assert "more than half of the update is rounding" in capsys.readouterr().out
     rows = json.loads((out / "merge_report.json").read_text())
     name = rows[0]["module"]
-    found = convert.open_adapter(adapter).modules[name]
+    found = adapter_sources.open_adapter(adapter).modules[name]
     own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{name}.weight"]
     delta = np.float32(1e-5) * (found["lora_B"] @ found["lora_A"])
     to_bf16 = lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16).astype(jnp.float32))  # noqa: E731
@@ -137,7 +137,7 @@ def test_onto_the_dequantised_base(bases, tmp_path, qtype):
     rounded = trees.map_leaves(
         lambda w, like: w if not hasattr(like, "qvalue") else quant.quantise(w, like), tree, infos
     )
-    found = convert.attach(convert.open_adapter(adapter), model, base_fingerprint=None)
+    found = attach.attach(adapter_sources.open_adapter(adapter), model, base_fingerprint=None)
     want = logits(found.model, found.trainable, rounded)
     got = logits(model, {}, loaded(str(out))[1])
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-5 * np.abs(want).max())
@@ -145,7 +145,7 @@ def test_onto_the_dequantised_base(bases, tmp_path, qtype):
     assert np.abs(want - plain).max() > 1e-3 * np.abs(plain).max()
 
 
-def deltas(base: Base, adapter: peft_files.Adapter) -> dict[str, np.ndarray]:
+def deltas(base: Base, adapter: artefact.Adapter) -> dict[str, np.ndarray]:
     own = safetensors.numpy.load_file(base.path / "model.safetensors")
     zero = {name: np.zeros_like(own[f"{name}.weight"]) for name in adapter.modules}
     return {n: algebra.updated(adapter, n, "weight", z) for n, z in zero.items()}
@@ -168,7 +168,7 @@ def test_sums_of_adapters_are_sums_of_updates(bases, tmp_path, op):
     out = str(tmp_path / "sum")
     arguments = [f"--op={op}", f"--adapter={one}", f"--adapter={two}", f"--output={out}", *extra]
     assert adapters_command.main(arguments) == 0
-    first, second, got = (deltas(base, convert.open_adapter(p)) for p in (one, two, out))
+    first, second, got = (deltas(base, adapter_sources.open_adapter(p)) for p in (one, two, out))
     assert got.keys() == first.keys() | second.keys()
     for name, delta in got.items():
         want = w1 * first.get(name, 0) + w2 * second.get(name, 0)
@@ -183,7 +183,7 @@ def test_scale_keeps_the_rank_and_truncation_is_the_nearest(bases, tmp_path):
     assert adapters_command.main(["--op=scale", *options]) == 0
     options = [f"--adapter={one}", "--r=2", f"--output={small}"]
     assert adapters_command.main(["--op=truncate", *options]) == 0
-    before, three, two = (convert.open_adapter(path) for path in (one, scaled, small))
+    before, three, two = (adapter_sources.open_adapter(path) for path in (one, scaled, small))
     assert three.config.rank_pattern == before.config.rank_pattern
     wide, times, low = (deltas(base, adapter) for adapter in (before, three, two))
     for name, delta in wide.items():
@@ -206,9 +206,9 @@ def test_sums_refuse_what_is_no_linear_update(bases, tmp_path, name):
 def test_merging_refuses_another_base(bases, tmp_path):
     base = bases[False]
     path = base.adapter(tmp_path / "one", "plain")
-    adapter = convert.open_adapter(path)
+    adapter = adapter_sources.open_adapter(path)
     peft_files.write(
-        str(tmp_path / "marked"), peft_files.Adapter("x", adapter.config, adapter.modules, "a" * 64)
+        str(tmp_path / "marked"), artefact.Adapter("x", adapter.config, adapter.modules, "a" * 64)
     )
     arguments = [f"--adapter={tmp_path / 'marked'}", f"--output={tmp_path / 'out'}"]
     with pytest.raises(errors.ModelError, match="was trained on another base"):
@@ -224,8 +224,8 @@ def test_gguf_output_and_its_report(tmp_path, dtype):
     settings = tiny.lora_config(target_modules=("q_proj",), modules_to_save=("norm",))
     m = model.adapted(settings)
     leaves = trained_adapters.trained(m, tree)
-    known = convert.record(m, settings, str(tmp_path / "base.gguf"))
-    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    known = record.of_model(m, settings, str(tmp_path / "base.gguf"))
+    adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     peft_files.write(str(tmp_path / "adapter"), adapter)
     out = tmp_path / "merged.gguf"
     options = [f"--adapter={tmp_path / 'adapter'}", f"--output={out}", f"--dtype={dtype}"]
@@ -330,7 +330,7 @@ def with_copy(
     base: Base, folder: pathlib.Path, name: str, change: float, copied: str = "lm_head"
 ) -> str:
     """An adapter with a copy of a weight of the base beside it, as PEFT stores it."""
-    adapter = convert.open_adapter(base.adapter(folder / f"{name} bare", "head"))
+    adapter = adapter_sources.open_adapter(base.adapter(folder / f"{name} bare", "head"))
     own = safetensors.numpy.load_file(base.path / "model.safetensors")[f"{copied}.weight"]
     own[3, 2] += change
     modules = {**adapter.modules, copied: {**adapter.modules[copied], "base_weight": own}}
@@ -348,7 +348,7 @@ def test_merge_compares_copies_of_the_base_with_the_base(bases, tmp_path):
 
 def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
     base = bases[False]
-    adapter = convert.open_adapter(base.adapter(tmp_path / "a", "plain"))
+    adapter = adapter_sources.open_adapter(base.adapter(tmp_path / "a", "plain"))
     opened = builtin.open_model(str(base.path))
     form = merged_model.output_form(None, opened.source.config, is_gguf=False)
     merged = merged_model.MergedModel(
@@ -365,7 +365,7 @@ def test_a_tensor_that_is_made_twice_is_reported_once(bases, tmp_path):
 
 def resized(path: str, folder: pathlib.Path, module: str, columns: int) -> str:
     """The adapter with another number of inputs of one module."""
-    adapter = convert.open_adapter(path)
+    adapter = adapter_sources.open_adapter(path)
     kinds = dict(adapter.modules[module])
     kinds["lora_A"] = np.zeros((kinds["lora_A"].shape[0], columns), np.float32)
     peft_files.write(
@@ -374,10 +374,10 @@ def resized(path: str, folder: pathlib.Path, module: str, columns: int) -> str:
     return str(folder)
 
 
-def summed(*paths: str, out: pathlib.Path, extra: tuple[str, ...] = ()) -> peft_files.Adapter:
+def summed(*paths: str, out: pathlib.Path, extra: tuple[str, ...] = ()) -> artefact.Adapter:
     adapters = [f"--adapter={path}" for path in paths]
     assert adapters_command.main(["--op=add", *adapters, f"--output={out}", *extra]) == 0
-    return convert.open_adapter(str(out))
+    return adapter_sources.open_adapter(str(out))
 
 
 def test_sums_of_other_sizes_are_refused_by_module_and_shapes(bases, tmp_path):
@@ -392,7 +392,7 @@ def test_sums_of_other_sizes_are_refused_by_module_and_shapes(bases, tmp_path):
 
 
 def stating(path: str, folder: pathlib.Path, fingerprint: str | None) -> str:
-    adapter = convert.open_adapter(path)
+    adapter = adapter_sources.open_adapter(path)
     peft_files.write(str(folder), dataclasses.replace(adapter, base_fingerprint=fingerprint))
     return str(folder)
 
@@ -415,7 +415,7 @@ def test_copies_of_the_base_are_kept_by_every_operation(bases, tmp_path):
         with_copy(base, tmp_path, n, c) for n, c in (("a", 0), ("b", 0), ("c", 0.01))
     )
     bare = str(tmp_path / "a bare")
-    want = convert.open_adapter(same).modules["lm_head"]["base_weight"]
+    want = adapter_sources.open_adapter(same).modules["lm_head"]["base_weight"]
     outs = [
         summed(same, twin, out=tmp_path / "sum"),
         summed(bare, same, out=tmp_path / "with bare"),
@@ -424,7 +424,7 @@ def test_copies_of_the_base_are_kept_by_every_operation(bases, tmp_path):
     for op in (["--op=scale", "--factor=2"], ["--op=truncate", "--r=2"]):
         out = str(tmp_path / op[0])
         assert adapters_command.main([*op, f"--adapter={same}", f"--output={out}"]) == 0
-        outs.append(convert.open_adapter(out))
+        outs.append(adapter_sources.open_adapter(out))
     for out in outs:
         np.testing.assert_array_equal(out.modules["lm_head"]["base_weight"], want)
     message = r"c: lm_head: holds a copy of the base's weight that is not that of .*a"

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from purelora.analysis import fault_injection
+from purelora.analysis import fault_injection, resume_proof
 from purelora.checkpoint import store
 from purelora.commands import verify
 from purelora.core import errors
@@ -126,7 +126,7 @@ def test_values_may_follow_their_arguments():
 def test_leaves_that_differ_are_named_with_the_largest_difference():
     a = {"w": np.ones((2, 3), np.float32), "n": np.int32(3), "z": np.zeros(2, np.float32)}
     a["q"] = np.ones(4, ml_dtypes.uint4)
-    assert not verify.differences(a, {name: leaf.copy() for name, leaf in a.items()})
+    assert not resume_proof.differences(a, {name: leaf.copy() for name, leaf in a.items()})
     w = a["w"].copy()
     w[1, 2] += 0.25
     b = {
@@ -137,7 +137,7 @@ def test_leaves_that_differ_are_named_with_the_largest_difference():
         "new": a["w"],
         "q": np.zeros(4, ml_dtypes.uint4),
     }
-    assert verify.differences(a, b) == [
+    assert resume_proof.differences(a, b) == [
         "n: differs in 1 bytes, by up to 2",
         "new: only in one of the checkpoints",
         "q: differs in 4 bytes, by up to 1",
@@ -145,7 +145,7 @@ def test_leaves_that_differ_are_named_with_the_largest_difference():
         "z: differs in 2 bytes, by up to 0",
     ]
     b = {**a, "w": a["w"].astype(np.float64), "n": np.zeros(1, np.int32)}
-    assert verify.differences(a, b) == [
+    assert resume_proof.differences(a, b) == [
         "n: int32[1] instead of int32[]",
         "w: float64[2, 3] instead of float32[2, 3]",
     ]
@@ -162,7 +162,9 @@ def test_records_that_are_missing_doubled_or_different_are_named(tmp_path, capsy
         return {"kind": "train", "step": number, "loss": loss, "grad_norm": 2.0,
                 "learning_rate": 0.1, "step_secs": number}  # fmt: skip
 
-    proof = verify.Proof(None, [], tmp_path, verify.Options())
+    proof = resume_proof.ResumeProof(
+        None, [], tmp_path, kills=3, seed=0, evaluates=lambda step, is_last: False
+    )
     _written(tmp_path / "unbroken", step(1), step(2), step(3))
     for broken, message in (
         ([step(1), step(2), step(3)], None),
@@ -234,7 +236,7 @@ def test_a_faster_start_shortens_the_time_to_kill_in():
         fault_injection.Mark(fault_injection.Phase("start", 0), 0.0),
         fault_injection.Mark(fault_injection.Phase("compile", 0), 1.0),
     ]
-    moments.saw(fast)
+    moments.observe(fast)
     drawn = [moments.draw(4, resumes_from=None, last_step=2) for _ in range(20)]
     assert all(m.phase.name == "start" and m.delay_secs <= 1 for m in drawn)
 

@@ -17,14 +17,13 @@ import pytest
 import tokenizers
 
 from purelora.commands import export, generate, merge
-from purelora.core import errors, trees
+from purelora.core import errors, layer_axis, trees
 from purelora.formats import array_store, source
 from purelora.interop import builtin, open_model
 from purelora.interop.maxtext import folder as maxtext_folder
 from purelora.interop.maxtext import read as maxtext_read
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, attach
 from purelora.models import causal_lm
-from purelora.sharding import layer_axis
 from tests.support import runs, tiny
 
 DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "maxtext"
@@ -192,10 +191,10 @@ def test_layers_that_are_stored_apart_are_read_apart(tmp_path):
 # ---- adapters ----------------------------------------------------------------------------------
 
 
-def adapted(name: str, base: str, **told) -> tuple[convert.Attached, dict]:
+def adapted(name: str, base: str, **told) -> tuple[attach.Attached, dict]:
     model = opened(base).model
-    adapter = convert.open_adapter(str(DATA / name), opened_config(name), **told)
-    return convert.attach(adapter, model, base_fingerprint=None), weights(base)
+    adapter = adapter_sources.open_adapter(str(DATA / name), opened_config(name), **told)
+    return attach.attach(adapter, model, base_fingerprint=None), weights(base)
 
 
 @pytest.mark.parametrize(
@@ -466,16 +465,16 @@ def test_what_is_missing_or_too_much_is_said(tmp_path, hf_folder):
 def test_what_adapters_lack_is_said(tmp_path):
     config = opened_config("llama-adapters")
     with pytest.raises(errors.ModelError, match="whose adapters are nothing without their base"):
-        convert.open_adapter(str(DATA / "llama-adapters"))
+        adapter_sources.open_adapter(str(DATA / "llama-adapters"))
     with pytest.raises(errors.ModelError, match="does not say its lora_alpha; start a run from it"):
-        convert.open_adapter(str(DATA / "llama-adapters-sft"), config)
+        adapter_sources.open_adapter(str(DATA / "llama-adapters-sft"), config)
     with pytest.raises(errors.ModelError, match="items: holds no adapters"):
-        convert.open_adapter(str(DATA / "llama-axis0"), config)
+        adapter_sources.open_adapter(str(DATA / "llama-axis0"), config)
     arrays = stored("llama-adapters")
     del arrays["decoder.layers.mlp.wo.kernel_lora_b"]
     arrays["decoder.layers.mlp.gate.kernel_lora_a"] = np.zeros((3, 16, 3), np.float32)
     with pytest.raises(errors.ModelError) as caught:
-        convert.open_adapter(saved(tmp_path / "half", arrays), config)
+        adapter_sources.open_adapter(saved(tmp_path / "half", arrays), config)
     assert [problem.what for problem in caught.value.problems] == [
         "holds no array 'decoder.layers.mlp.wo.kernel_lora_b'",
         "holds an array 'decoder.layers.mlp.gate.kernel_lora_a' that is of no linear module of "
@@ -484,7 +483,7 @@ def test_what_adapters_lack_is_said(tmp_path):
     arrays = stored("llama-adapters")
     arrays["decoder.layers.mlp.wo.kernel_lora_b"] = np.zeros((3, 4, 16), np.float32)
     with pytest.raises(errors.ModelError, match=r"wo.kernel_lora_b: has shape \[3, 4, 16\], but"):
-        convert.open_adapter(saved(tmp_path / "shape", arrays), config)
+        adapter_sources.open_adapter(saved(tmp_path / "shape", arrays), config)
     for notes, message in (
         ({"lora_rank": 4, "lora_alpha": 6.0}, "lora_rank = 4: is not the rank 3 of the arrays"),
         ({"lora_rank": 3, "lora_alpha": 0.0}, "lora_alpha = 0.0: scales the adapters to nothing"),
@@ -492,4 +491,4 @@ def test_what_adapters_lack_is_said(tmp_path):
         folder = tmp_path / str(notes["lora_rank"])
         path = saved(folder, stored("llama-adapters"), {"lora": notes})
         with pytest.raises(errors.ModelError, match=message):
-            convert.open_adapter(path, config)
+            adapter_sources.open_adapter(path, config)

@@ -1,5 +1,6 @@
 """Adapters in and out: the same bits both ways, and the same logits as PEFT's own."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from purelora.core import errors, trees
-from purelora.interop.peft import adapter_config, convert
+from purelora.interop.peft import adapter_config, adapter_sources, artefact, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm
 from tests.support import tiny
@@ -29,8 +30,8 @@ def made(name: str, tied: bool):
     m = plain.adapted(settings)
     base = tiny.weights(plain)
     leaves = trained(m, base)
-    known = convert.record(m, settings, "tiny")
-    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
+    known = record.from_json(json.loads(json.dumps(record.of_model(m, settings, "tiny").to_json())))
+    adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=FINGERPRINT)
     return m, base, leaves, adapter
 
 
@@ -41,12 +42,62 @@ def logits(m: causal_lm.CausalLM, trainable: trees.Tree, base: trees.Tree) -> np
     return np.asarray(run(trainable, trees.unflatten(kept)))
 
 
+def test_record_of_an_older_run_is_read_and_written_alike():
+    """The JSON of versions that had no adapter kinds but LoRA, with DoRA as a flag."""
+    q_proj = {
+        "layers": [1],
+        "names": ["model.layers.1.self_attn.q_proj"],
+        "ranks": [4],
+        "scalings": [2.0],
+        "is_embedding": False,
+        "use_dora": True,
+    }
+    peft = {
+        "r": 4,
+        "lora_alpha": 8.0,
+        "target_modules": ["model.layers.1.self_attn.q_proj"],
+        "target_parameters": [],
+        "exclude_modules": [],
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "layers_to_transform": None,
+        "layers_pattern": [],
+        "use_rslora": False,
+        "use_dora": True,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "init_lora_weights": "default",
+        "modules_to_save": ["model.norm"],
+        "trainable_token_indices": {"embed_tokens": [5, 2]},
+        "ensure_weight_tying": False,
+        "base_model_name_or_path": "tiny",
+    }
+    stored = {
+        "targets": {"layers.self_attn.q_proj": q_proj},
+        "full": {"norm.weight": {"modules": ["model.norm"], "stacked": False, "transposed": False}},
+        "tokens": {"model.embed_tokens": [5, 2]},
+        "peft": peft,
+        "interleaved": False,
+    }
+    settings = tiny.lora_config(
+        target_modules=r".*\.1\..*q_proj",
+        use_dora=True,
+        modules_to_save=("norm",),
+        trainable_token_indices=(5, 2),
+    )
+    m = plain_model(tied=True).adapted(settings)
+    known = record.of_model(m, settings, "tiny")
+    assert json.dumps(known.to_json()) == json.dumps(stored)
+    assert record.from_json(stored) == known
+    assert record.from_json(stored).adaptation == m.adaptation
+
+
 @pytest.mark.parametrize(("name", "tied"), CASES)
 def test_round_trip_through_a_peft_folder_is_bit_equal(tmp_path: pathlib.Path, name, tied):
     m, _, leaves, adapter = made(name, tied)
     peft_files.write(str(tmp_path / "adapter"), adapter)
-    read = convert.open_adapter(str(tmp_path / "adapter"))
-    back = convert.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
+    read = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    back = attach.attach(read, plain_model(tied), base_fingerprint=FINGERPRINT)
     assert back.model.adaptation == m.adaptation
     found = trees.flatten(back.trainable)
     assert found.keys() == leaves.keys()
@@ -79,10 +130,7 @@ def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
     if tied and "modules_to_save" in options:
         options["ensure_weight_tying"] = True
-    config = peft.LoraConfig(
-        **({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | {"target_modules": "all-linear"}
-           | options)
-    )  # fmt: skip
+    config = config_of_peft(options)
     made_by_peft = peft.get_peft_model(peft_model(base, tied), config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -91,8 +139,8 @@ def test_adapters_of_peft_give_the_same_logits_here(tmp_path: pathlib.Path, name
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.2 * noise.to(parameter))
     made_by_peft.save_pretrained(str(tmp_path / "adapter"))
-    adapter = convert.open_adapter(str(tmp_path / "adapter"))
-    found = convert.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
+    adapter = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    found = attach.attach(adapter, plain_model(tied), base_fingerprint=FINGERPRINT)
     got = logits(found.model, found.trainable, base)
     np.testing.assert_allclose(got, torch_logits(made_by_peft), rtol=0, atol=1e-4)
 
@@ -123,14 +171,32 @@ def test_gradients_are_those_of_peft(tmp_path: pathlib.Path, name, tied):
         return jnp.sum(logits * target)
 
     grads = trees.flatten(jax.jit(jax.grad(total))(trees.unflatten(leaves)))
-    known = convert.record(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
+    known = record.of_model(m, tiny.lora_config(**(FEATURES | UNTIED)[name]), "tiny")
     host = {path: np.array(grad) for path, grad in grads.items()}
-    ours = convert.unrolled(host, known, path="", base_fingerprint=None).modules
+    ours = unroll.unrolled(host, known, path="", base_fingerprint=None).modules
     scale = max(np.abs(grad).max() for grad in theirs.values())
     for key, grad in theirs.items():
         module, kind = _place(key)
         np.testing.assert_allclose(ours[module][kind], grad, atol=2e-5 * scale, err_msg=key)
     assert len(theirs) == sum(map(len, ours.values()))
+
+
+def config_of_peft(options: dict[str, Any]):
+    """PEFT's config of a feature, for the kind that it names."""
+    peft = pytest.importorskip("peft")
+    options = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | options
+    kind = options.pop("peft_type", "lora")
+    if kind == "ia3":
+        # Other modules than a run would take, which the config says and no tensor's name.
+        return peft.IA3Config(
+            **options,
+            feedforward_modules=[options["target_modules"][0]]
+            if isinstance(options["target_modules"], list)
+            else r".*\.layers\.\d\.mlp\.down_proj",
+        )
+    if kind == "loha":
+        return peft.LoHaConfig(**{"r": 4, "alpha": 8} | options)
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8} | options)
 
 
 def _place(key: str) -> tuple[str, str]:
@@ -141,7 +207,7 @@ def _place(key: str) -> tuple[str, str]:
     kinds = {"trainable_tokens_delta": "trainable_tokens"}
     if parts[-1] == "default":
         parts.pop()
-    if parts[-1].startswith(("lora_", "trainable_tokens")):
+    if parts[-1].startswith(("lora_", "trainable_tokens", "ia3_", "hada_")):
         return ".".join(parts[:-1]), kinds.get(parts[-1], parts[-1])
     kind = "bias" if key.endswith(".bias") else "weight"
     return ".".join(parts[:-1] if kind == "bias" else parts), kind
@@ -174,7 +240,7 @@ def torch_logits(model) -> np.ndarray:
 
 def folder_of(tmp_path: pathlib.Path, config: dict[str, Any], modules: dict[str, Any]) -> str:
     settings = adapter_config.AdapterConfig(r=4, lora_alpha=8.0, **config)
-    peft_files.write(str(tmp_path / "a"), peft_files.Adapter("a", settings, modules, None))
+    peft_files.write(str(tmp_path / "a"), artefact.Adapter("a", settings, modules, None))
     return str(tmp_path / "a")
 
 
@@ -197,13 +263,13 @@ EMBEDDING_PAIR = {
             "has an adapter that lm_head shares",
         ),
         (
-            {"target_modules": ("embed_tokens",), "use_dora": True},
+            {"target_modules": ("embed_tokens",), "kind": "dora"},
             {"model.embed_tokens": EMBEDDING_PAIR
              | {"lora_magnitude_vector": np.ones(32, np.float32)}},
             "use_dora = True: does not go with adapters on the embedding",
         ),
         (
-            {"target_modules": ("lm_head",), "use_dora": True,
+            {"target_modules": ("lm_head",), "kind": "dora",
              "trainable_token_indices": {"embed_tokens": (1,)}},
             {"lm_head": pair(tiny.VOCAB, 32)
              | {"lora_magnitude_vector": np.ones(tiny.VOCAB, np.float32)},
@@ -240,9 +306,9 @@ EMBEDDING_PAIR = {
     ],
 )  # fmt: skip
 def test_what_this_model_cannot_compute_is_refused(tmp_path, config, modules, message):
-    adapter = convert.open_adapter(folder_of(tmp_path, config, modules))
+    adapter = adapter_sources.open_adapter(folder_of(tmp_path, config, modules))
     with pytest.raises(errors.ModelError, match=message):
-        convert.attach(adapter, tiny.model(), base_fingerprint=None)
+        attach.attach(adapter, tiny.model(), base_fingerprint=None)
 
 
 @pytest.mark.parametrize("name", ["plain", "norms", "rank_pattern", "dora in some layers"])
@@ -256,11 +322,11 @@ def test_a_model_of_one_layer_is_a_stack_of_one(tmp_path, name):
     settings = tiny.lora_config(**{"target_modules": ("q_proj", "v_proj", "k_proj")} | changes)
     m = plain.adapted(settings)
     leaves = trained(m, tiny.weights(plain))
-    known = convert.record(m, settings, "tiny")
-    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    known = record.of_model(m, settings, "tiny")
+    adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     assert all(array.ndim <= 2 for kinds in adapter.modules.values() for array in kinds.values())
     peft_files.write(str(tmp_path / "a"), adapter)
-    read = convert.open_adapter(str(tmp_path / "a"))
-    back = convert.attach(read, plain, base_fingerprint=None)
+    read = adapter_sources.open_adapter(str(tmp_path / "a"))
+    back = attach.attach(read, plain, base_fingerprint=None)
     for path, array in leaves.items():
         np.testing.assert_array_equal(trees.flatten(back.trainable)[path], array, err_msg=path)

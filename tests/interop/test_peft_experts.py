@@ -12,7 +12,16 @@ import safetensors.numpy
 
 from purelora.commands import merge
 from purelora.core import errors, trees
-from purelora.interop.peft import adapter_config, algebra, convert
+from purelora.interop.peft import (
+    adapter_config,
+    adapter_sources,
+    algebra,
+    artefact,
+    attach,
+    config_keys,
+    record,
+    unroll,
+)
 from purelora.interop.peft import files as peft_files
 from purelora.lora import targets
 from purelora.models import causal_lm
@@ -38,14 +47,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def adapted(name: str, seed: int = 9) -> tuple[causal_lm.CausalLM, Any, peft_files.Adapter]:
+def adapted(name: str, seed: int = 9) -> tuple[causal_lm.CausalLM, Any, artefact.Adapter]:
     """A model, its adapters as if trained, and these as an artefact."""
     settings = tiny.lora_config(**SETTINGS[name])
     m = tiny.model(FAMILY, **SIZES).adapted(settings)
     leaves = lora_masked(tiny.noisy(tiny.adapters(m, fresh=True), seed=seed), m)
     host = {path: np.asarray(leaf) for path, leaf in trees.flatten(leaves).items()}
-    known = json.loads(json.dumps(convert.record(m, settings, "base")))
-    return m, host, convert.unrolled(host, known, path="run", base_fingerprint="f" * 64)
+    known = record.from_json(json.loads(json.dumps(record.of_model(m, settings, "base").to_json())))
+    return m, host, unroll.unrolled(host, known, path="run", base_fingerprint="f" * 64)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -53,13 +62,13 @@ def test_out_and_in_changes_no_bit(name, tmp_path):
     m, host, adapter = adapted(name)
     peft_files.write(str(tmp_path / "a"), adapter)
     read = peft_files.read(str(tmp_path / "a"))
-    convert.check_equal(read, adapter)
-    found = convert.attach(read, tiny.model(FAMILY, **SIZES), base_fingerprint="f" * 64)
+    artefact.check_equal(read, adapter)
+    found = attach.attach(read, tiny.model(FAMILY, **SIZES), base_fingerprint="f" * 64)
     chex.assert_trees_all_equal(trees.flatten(found.trainable), host)
-    assert not convert.differences(found.model.adaptation, m.adaptation, "a")
+    assert not attach.differences(found.model.adaptation, m.adaptation, "a")
     # By the file's own words the parameters have the scalings of the matrices in them.
     config = json.loads((tmp_path / "a" / peft_files.CONFIG).read_text())
-    own = adapter_config.parse("", config).config
+    own = config_keys.parse("", config).config
     for path in m.adaptation.targets.keys() & set(EXPERTS):
         target = m.adaptation.targets[path]
         for module, scaling in zip(target.names, target.scalings, strict=True):
@@ -106,7 +115,7 @@ def test_merged_is_adapted(base, tmp_path, capsys):
     """In either layout; the report has one line for all experts of a layer."""
     _, host, adapter = adapted("router")
     model, weights = loaded_models.loaded(str(base))
-    attached = convert.attach(adapter, model, base_fingerprint=None)
+    attached = attach.attach(adapter, model, base_fingerprint=None)
     peft_files.write(str(tmp_path / "a"), dataclasses.replace(adapter, base_fingerprint=None))
     out = tmp_path / "merged"
     arguments = [f"--adapter={tmp_path / 'a'}", f"--model={base}", f"--output={out}"]
@@ -130,8 +139,8 @@ def test_sums_and_lower_ranks_of_experts(tmp_path):
     summed = algebra.summed(adapters, weights)
     peft_files.write(str(tmp_path / "sum"), summed)
     read = peft_files.read(str(tmp_path / "sum"))
-    convert.check_equal(read, summed)
-    convert.attach(read, m, base_fingerprint=None)
+    artefact.check_equal(read, summed)
+    attach.attach(read, m, base_fingerprint=None)
     low = algebra.truncated(read, 30)
     peft_files.write(str(tmp_path / "low"), low)
     low = peft_files.read(str(tmp_path / "low"))
@@ -195,7 +204,7 @@ def older(folder: pathlib.Path, block: str, change=lambda tensors: None, **chang
 def test_one_adapter_for_each_expert(block, tmp_path):
     m = tiny.model("mixtral", num_hidden_layers=2)
     path = older(tmp_path / "a", block)
-    found = convert.attach(convert.open_adapter(path), m, base_fingerprint=None)
+    found = attach.attach(adapter_sources.open_adapter(path), m, base_fingerprint=None)
     leaves, tensors = trees.flatten(found.trainable), numbered(block, OLDER[block])
     for path_of, name in zip(EXPERTS, OLDER[block], strict=True):
         target = found.model.adaptation.targets[path_of]
@@ -210,9 +219,11 @@ def test_one_adapter_for_each_expert(block, tmp_path):
     assert router.ranks == (2, 2) and router.scalings == (3, 3)
     # Written as today's PEFT has it, it is the same adapter.
     peft_files.write(str(tmp_path / "b"), found.placed)
-    again = convert.attach(convert.open_adapter(str(tmp_path / "b")), m, base_fingerprint=None)
+    again = attach.attach(
+        adapter_sources.open_adapter(str(tmp_path / "b")), m, base_fingerprint=None
+    )
     chex.assert_trees_all_equal(again.trainable, found.trainable)
-    assert not convert.differences(again.model.adaptation, found.model.adaptation, "b")
+    assert not attach.differences(again.model.adaptation, found.model.adaptation, "b")
 
 
 def parameters(folder: pathlib.Path, change=lambda tensors: None, **changes: Any) -> str:
@@ -235,8 +246,8 @@ def parameters(folder: pathlib.Path, change=lambda tensors: None, **changes: Any
 def test_joined_matrices_share_what_is_not_in_blocks(tmp_path):
     m = tiny.model("mixtral", num_hidden_layers=1)
     path = parameters(tmp_path / "a")
-    adapter = convert.open_adapter(path)
-    found = convert.attach(adapter, m, base_fingerprint=None)
+    adapter = adapter_sources.open_adapter(path)
+    found = attach.attach(adapter, m, base_fingerprint=None)
     tensors = safetensors.numpy.load_file(tmp_path / "a" / peft_files.WEIGHTS)
     key = "base_model.model.model.layers.0.mlp.experts"
     for level, paths in ((".base_layer", EXPERTS[:2]), ("", EXPERTS[2:])):
@@ -254,8 +265,8 @@ def test_joined_matrices_share_what_is_not_in_blocks(tmp_path):
         tensors[b] = wide.reshape(2 * F, -1)
 
     both = {"rank_pattern": {"experts.gate_up_proj": 2 * R}, "lora_alpha": 8}
-    apart = convert.open_adapter(parameters(tmp_path / "b", in_blocks, **both))
-    target = convert.attach(apart, m, base_fingerprint=None).model.adaptation.targets[EXPERTS[1]]
+    apart = adapter_sources.open_adapter(parameters(tmp_path / "b", in_blocks, **both))
+    target = attach.attach(apart, m, base_fingerprint=None).model.adaptation.targets[EXPERTS[1]]
     assert target.ranks == (R,) and target.scalings == (8 / (2 * R),)
 
 
@@ -318,19 +329,19 @@ def test_what_is_not_whole_or_not_named_is_refused(make, change, changes, messag
 
 
 def test_layers_that_are_named_must_be_there(tmp_path):
-    adapter = convert.open_adapter(parameters(tmp_path / "a"))
+    adapter = adapter_sources.open_adapter(parameters(tmp_path / "a"))
     with pytest.raises(errors.ModelError, match="layers.1.mlp.experts.down_proj: is a target of"):
-        convert.attach(adapter, tiny.model("mixtral", num_hidden_layers=2), base_fingerprint=None)
+        attach.attach(adapter, tiny.model("mixtral", num_hidden_layers=2), base_fingerprint=None)
     twice = older(tmp_path / "b", "mlp", copied("experts.2.up", "experts.2.", "experts.02."))
     with pytest.raises(errors.ModelError, match="experts.02.up_proj: is no module of the base"):
-        convert.attach(
-            convert.open_adapter(twice),
+        attach.attach(
+            adapter_sources.open_adapter(twice),
             tiny.model("mixtral", num_hidden_layers=2),
             base_fingerprint=None,
         )
     few = tiny.model("mixtral", num_hidden_layers=1, num_local_experts=4)
     with pytest.raises(errors.ModelError, match=r"has shape \[5, 3, 32\], but this model makes it"):
-        convert.attach(adapter, few, base_fingerprint=None)
+        attach.attach(adapter, few, base_fingerprint=None)
 
 
 def test_scalings_that_peft_cannot_hold_are_refused(tmp_path):
@@ -360,7 +371,7 @@ def test_names_without_a_level_are_found(tmp_path):
     inner = {name.replace("model.", "", 1): kinds for name, kinds in adapter.modules.items()}
     moved = dataclasses.replace(adapter, modules=inner)
     peft_files.write(str(tmp_path / "a"), moved)
-    placed = convert.attach(
+    placed = attach.attach(
         peft_files.read(str(tmp_path / "a")), tiny.model(FAMILY, **SIZES), base_fingerprint=None
     )
     chex.assert_trees_all_equal(trees.flatten(placed.trainable), host)

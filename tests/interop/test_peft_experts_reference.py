@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from purelora.core import trees
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, artefact, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from tests.support import reference_models, tiny
 from tests.support.expert_adapters import lora_masked
@@ -56,8 +56,8 @@ def renamed(options: dict[str, Any], made: Made) -> dict[str, Any]:
 
 
 def our_logits(made: Made, folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
-    adapter = convert.open_adapter(str(folder), config_of(made))
-    attached = convert.attach(adapter, made.model, base_fingerprint=None)
+    adapter = adapter_sources.open_adapter(str(folder), config_of(made))
+    attached = attach.attach(adapter, made.model, base_fingerprint=None)
     return logits(attached.model, attached.trainable, made, tokens)
 
 
@@ -108,9 +108,9 @@ def test_made_by_peft(made, name, tmp_path):
     tokens = tiny.tokens(2, 12)
     want = their_logits(adapted, tokens)
     assert_same(our_logits(made, tmp_path / "theirs", tokens), want, made, tokens)
-    read = convert.open_adapter(str(tmp_path / "theirs"), config_of(made))
+    read = adapter_sources.open_adapter(str(tmp_path / "theirs"), config_of(made))
     peft_files.write(str(tmp_path / "ours"), read)
-    convert.check_equal(peft_files.read(str(tmp_path / "ours")), read)
+    artefact.check_equal(peft_files.read(str(tmp_path / "ours")), read)
     again = peft.PeftModel.from_pretrained(theirs(made), str(tmp_path / "ours"))
     assert_same(their_logits(again, tokens), want, made, tokens)
 
@@ -145,10 +145,10 @@ def test_made_here(made, name, tmp_path):
         )
     adapters = lora_masked(adapters, m)
     host = {path: np.asarray(leaf) for path, leaf in trees.flatten(adapters).items()}
-    known = convert.record(m, settings, "tiny")
-    ours = convert.unrolled(host, known, path="", base_fingerprint=None)
+    known = record.of_model(m, settings, "tiny")
+    ours = unroll.unrolled(host, known, path="", base_fingerprint=None)
     peft_files.write(str(tmp_path / "a"), ours)
-    convert.check_equal(peft_files.read(str(tmp_path / "a")), ours)
+    artefact.check_equal(peft_files.read(str(tmp_path / "a")), ours)
     again = peft.PeftModel.from_pretrained(theirs(made), str(tmp_path / "a"))
     tokens = tiny.tokens(2, 12)
     got = logits(m, adapters, made, tokens)

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from purelora.core import errors
-from purelora.interop.peft import adapter_config
+from purelora.interop.peft import adapter_config, artefact, config_keys
 from purelora.interop.peft import files as peft_files
 from tests.support import peft_folders as pf
 
@@ -43,7 +43,7 @@ def peft_model(name):
     import torch
     from peft import LoraConfig, get_peft_model
 
-    given = adapter_config.to_json(pf.CASES[name][0])
+    given = config_keys.to_json(pf.CASES[name][0])
     del given["peft_type"]
     model = get_peft_model(llama(name), LoraConfig(**given | {"inference_mode": False}))
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_adapter_of_the_inner_model_lacks_a_level(tmp_path):
     model = get_peft_model(llama("plain").model, LoraConfig(r=4, target_modules=["q_proj"]))
     found = peft_files.read(save(model, tmp_path / "a"))
     assert "layers.0.self_attn.q_proj" in found.modules
-    placed = peft_files.place(found, pf.NAMES)
+    placed = artefact.place(found, pf.NAMES)
     assert set(placed.modules) == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
 
 
@@ -169,8 +169,8 @@ def test_every_key_of_peft_is_decided_on():
     """A new key of PEFT must be put into one of the tables."""
     from peft import LoraConfig
 
-    parsed = adapter_config.PARSERS
-    tables = (parsed, adapter_config.HISTORY, adapter_config.NO_EFFECT, adapter_config.REFUSED)
+    parsed = config_keys.PARSERS
+    tables = (parsed, config_keys.HISTORY, config_keys.NO_EFFECT, config_keys.REFUSED)
     assert set(json.loads(json.dumps(LoraConfig().to_dict()))) <= {k for t in tables for k in t}
 
 
@@ -184,7 +184,7 @@ def test_modules_and_ranks_are_those_of_peft(name):
     if name == "layers":
         full = ("q_proj", "model.layers.0.mlp.up_proj")
         settings = dataclasses.replace(settings, target_modules=full)
-    config = LoraConfig(**adapter_config.to_json(settings))
+    config = LoraConfig(**config_keys.to_json(settings))
     for module in pf.NAMES:
         if not adapter_config.is_saved(settings, module):
             expected = bool(check_target_module_exists(config, module))

@@ -9,9 +9,10 @@ import qwix
 from flax import nnx
 
 from purelora.core import errors, param_info, trees
-from purelora.interop.peft import convert
+from purelora.interop.peft import record
 from purelora.lora import adapters as lora
-from purelora.lora import targets
+from purelora.lora import resolve, targets
+from purelora.lora.kinds import lora as lora_kind
 from tests.support import tiny
 
 ATTN, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -34,7 +35,7 @@ def modules(*leaves: str, layers=range(tiny.LAYERS)) -> set[str]:
 def test_a_word_is_a_list_to_peft():
     settings = tiny.lora_config(target_modules="attention", layers_to_transform=(0, 2))
     m = tiny.model().adapted(settings)
-    found = convert.adapter_config(m, settings, "tiny")
+    found = record.adapter_config(m, settings, "tiny")
     assert found.layers_to_transform is None
     assert set(found.target_modules) == modules(*ATTN, layers=[0, 2])
 
@@ -193,12 +194,12 @@ def test_agrees_with_qwix(r, alpha):
     weight = param_info.ParamInfo((32, 24), "float32", ("embed", "heads"), contracting=-2)
     found = {"q_proj": targets.AdaptableModule(weight, ("q_proj",))}
     settings = tiny.lora_config(r=r, lora_alpha=alpha, target_modules=("q_proj",))
-    resolved = targets.resolve(settings, found, {"q_proj.weight": ("q_proj.weight",)}).targets
+    resolved = resolve.resolve(settings, found, {"q_proj.weight": ("q_proj.weight",)}).targets
     infos = lora.adapter_infos(found, resolved)["q_proj"]
     assert (infos["lora_a"].shape, infos["lora_b"].shape) == (a.shape, b.shape)
     (scaling,) = resolved["q_proj"].scalings
     assert scaling == alpha / r
-    got = x @ kernel + lora.delta(x, a, b, jnp.float32(scaling))
+    got = x @ kernel + lora_kind.delta(x, a, b, jnp.float32(scaling))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     ours = param_info.initial(infos["lora_a"], key=jax.random.key(0))
     limit = np.sqrt(6 / 32)  # Both are uniform on the same interval.
@@ -241,7 +242,7 @@ def test_delta_has_the_gradient_of_its_formula(dtype):
         jnp.asarray(rng.standard_normal(s), jnp.float32)
         for s in ((2, 5, 16), (16, 4), (4, 8), (2, 5, 8))
     )
-    out, pull = jax.vjp(lambda *p: lora.delta(*p, jnp.float32(0.5)), x.astype(dtype), a, b)
+    out, pull = jax.vjp(lambda *p: lora_kind.delta(*p, jnp.float32(0.5)), x.astype(dtype), a, b)
     want, plain_pull = jax.vjp(lambda x, a, b: 0.5 * (x @ a @ b), x, a, b)
     grads, plain_grads = pull(g.astype(dtype)), plain_pull(g)
     assert [v.dtype for v in (out, *grads)] == [dtype, dtype, jnp.float32, jnp.float32]
@@ -253,6 +254,6 @@ def test_delta_has_the_gradient_of_its_formula(dtype):
 
 def test_delta_computes_in_the_dtype_of_x():
     x, a, b = jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 2)), jnp.ones((2, 3))
-    y = lora.delta(x, a, b, jnp.float32(0.5))
+    y = lora_kind.delta(x, a, b, jnp.float32(0.5))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, jnp.full((2, 3), 8, jnp.bfloat16))

@@ -12,7 +12,8 @@ import pytest
 from purelora.config import checks, command_line, schema
 from purelora.core import errors, param_info, trees
 from purelora.interop import builtin
-from purelora.lora import adapters, targets
+from purelora.lora import adapters, targets, weight_init
+from purelora.lora.kinds import dora
 from purelora.sharding import parallel
 from purelora.training import optimisers, plan_report, planning
 from tests.support import tiny
@@ -169,9 +170,11 @@ def test_factors_and_the_rest_are_the_weight(init):
     """PiSSA takes the largest singular values, OLoRA the first columns of Q."""
     weight = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
     factors = (
-        adapters.svd_factors(weight, 3, 2.0) if init == "pissa" else adapters.qr_factors(weight, 3)
+        weight_init.svd_factors(weight, 3, 2.0)
+        if init == "pissa"
+        else weight_init.qr_factors(weight, 3)
     )
-    rest = adapters.residual(weight, factors, 2.0)
+    rest = weight_init.residual(weight, factors, 2.0)
     a, b = map(np.asarray, factors)
     np.testing.assert_allclose(rest + 2 * (a @ b), weight, rtol=0, atol=1e-5)
     if init == "pissa":
@@ -208,17 +211,17 @@ def test_dora_factor_gives_each_column_its_magnitude():
     magnitude = jnp.asarray([1.0, 2.0, 3.0, 4.0])
     adapter = (a, b, jnp.float32(0.5))
     total = parallel.WHOLE.collect
-    factor = adapters.dora_factor(w, -2, adapter, magnitude, total)
+    factor = dora.dora_factor(w, -2, adapter, magnitude, total)
     direction = np.asarray(w + 0.5 * a @ b)
     np.testing.assert_allclose(
         np.linalg.norm(direction * np.asarray(factor), axis=0), magnitude, rtol=1e-6
     )
     chex.assert_trees_all_close(
-        adapters.dora_factor(w.T, -1, adapter, magnitude, total), factor, rtol=1e-6
+        dora.dora_factor(w.T, -1, adapter, magnitude, total), factor, rtol=1e-6
     )
-    grad = jax.grad(
-        lambda a: adapters.dora_factor(w, -2, (a, b, adapter[2]), magnitude, total).sum()
-    )(a)
+    grad = jax.grad(lambda a: dora.dora_factor(w, -2, (a, b, adapter[2]), magnitude, total).sum())(
+        a
+    )
     assert not np.asarray(grad).any()
 
 

@@ -12,7 +12,7 @@ import pytest
 from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.core.batch import Inputs
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, hf_config
 from tests.support import (
@@ -255,12 +255,12 @@ def test_folders_in_and_out(name, tmp_path, capsys):
     settings = tiny.lora_config(target_modules="all-linear", rank_pattern={"k_proj": 2})
     m = plain_model.adapted(settings)
     leaves = trained_adapters.trained(m, {})
-    known = convert.record(m, settings, str(tmp_path / "base"))
-    adapter = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    known = record.of_model(m, settings, str(tmp_path / "base"))
+    adapter = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     peft_files.write(str(tmp_path / "adapter"), adapter)
     model, base = loaded_models.loaded(str(tmp_path / "base"))
-    read = convert.open_adapter(str(tmp_path / "adapter"))
-    found = convert.attach(read, model, base_fingerprint=None)
+    read = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    found = attach.attach(read, model, base_fingerprint=None)
     chex.assert_trees_all_equal(trees.flatten(found.trainable), leaves)
 
     out = tmp_path / "merged"

@@ -12,7 +12,7 @@ from purelora.core import trees
 from purelora.core.batch import Batch, Inputs
 from purelora.formats import safetensors_file
 from purelora.interop import open_model
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, attach, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode, moe
 from purelora.sharding import parallel
@@ -131,8 +131,8 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     """Adapters that peft has made, on all matrices: their logits, loss and gradients."""
     theirs = with_drawn_adapters(made)
     theirs.save_pretrained(str(tmp_path / "adapter"))
-    adapter = convert.open_adapter(str(tmp_path / "adapter"))
-    attached = convert.attach(adapter, made.model, base_fingerprint=None)
+    adapter = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    attached = attach.attach(adapter, made.model, base_fingerprint=None)
 
     tokens = tiny.tokens(2, LENGTH + 1)
     ids = torch.tensor(tokens).long()
@@ -162,8 +162,8 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     got, grads = jax.jit(jax.value_and_grad(loss))(attached.trainable)
     np.testing.assert_allclose(got, wanted.item(), rtol=1e-5)
     host = {path: np.asarray(grad) for path, grad in trees.flatten(grads).items()}
-    known = convert.record(attached.model, tiny.lora_config(), "tiny")
-    ours = convert.unrolled(host, known, path="", base_fingerprint=None).modules
+    known = record.of_model(attached.model, tiny.lora_config(), "tiny")
+    ours = unroll.unrolled(host, known, path="", base_fingerprint=None).modules
     ours = with_parameters({name: dict(kinds) for name, kinds in ours.items()})
     found = compared(ours, theirs)
     adapted = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
@@ -220,9 +220,9 @@ def test_peft_loads_ours(made, tmp_path):
     m = made.model.adapted(settings)
     adapters = tiny.adapters(m)
     host = {path: np.asarray(leaf) for path, leaf in trees.flatten(adapters).items()}
-    known = convert.record(m, settings, "tiny")
+    known = record.of_model(m, settings, "tiny")
     peft_files.write(
-        str(tmp_path / "a"), convert.unrolled(host, known, path="", base_fingerprint=None)
+        str(tmp_path / "a"), unroll.unrolled(host, known, path="", base_fingerprint=None)
     )
     again = type(made.theirs).from_pretrained(str(made.folder), attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(again, str(tmp_path / "a"))
@@ -249,8 +249,8 @@ def test_what_is_trained_of_a_scaled_embedding(made, settings, tmp_path):
             if parameter.requires_grad:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
     theirs.save_pretrained(str(tmp_path / "adapter"))
-    adapter = convert.open_adapter(str(tmp_path / "adapter"))
-    attached = convert.attach(adapter, made.model, base_fingerprint=None)
+    adapter = adapter_sources.open_adapter(str(tmp_path / "adapter"))
+    attached = attach.attach(adapter, made.model, base_fingerprint=None)
     tokens = tiny.tokens(2, LENGTH)
     tokens[:, 3], tokens[:, 7] = 5, 2
     run = jax.jit(lambda t, i: attached.model.logits(t, made.base, i))

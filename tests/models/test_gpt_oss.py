@@ -9,7 +9,7 @@ import pytest
 from purelora.commands import merge
 from purelora.core import errors, trees
 from purelora.interop import builtin
-from purelora.interop.peft import algebra, convert
+from purelora.interop.peft import adapter_sources, algebra, artefact, attach
 from purelora.interop.peft import files as peft_files
 from purelora.sharding import collectives, rules, specs
 from tests.support import expert_files, loaded_models, model_files, tiny
@@ -47,7 +47,7 @@ def of_peft(folder: pathlib.Path, base: pathlib.Path | None = None) -> tuple[str
     return pf.write_raw(folder, settings, tensors), delta
 
 
-def updates(adapter: peft_files.Adapter) -> np.ndarray:
+def updates(adapter: artefact.Adapter) -> np.ndarray:
     """What it adds to gate and up `[E, D, F]`, in alternating columns."""
     zero = np.zeros((E, F, D), np.float32)
     both = [algebra.updated(adapter, name, "weight", zero).swapaxes(1, 2) for name in (GATE, UP)]
@@ -57,24 +57,24 @@ def updates(adapter: peft_files.Adapter) -> np.ndarray:
 def test_rows_of_a_parameter_alternate(tmp_path):
     """Also through files written in between by what does not know the base."""
     path, delta = of_peft(tmp_path / "a")
-    adapter = convert.open_adapter(path, config())
+    adapter = adapter_sources.open_adapter(path, config())
     np.testing.assert_allclose(updates(adapter), delta, rtol=0, atol=1e-5)
     peft_files.write(str(tmp_path / "b"), adapter)
     again = peft_files.read(str(tmp_path / "b"))
     assert again.interleaved
-    convert.check_equal(again, adapter)
-    unknowing = algebra.scaled(convert.open_adapter(path), 0.5)
+    artefact.check_equal(again, adapter)
+    unknowing = algebra.scaled(adapter_sources.open_adapter(path), 0.5)
     assert not unknowing.interleaved
     peft_files.write(str(tmp_path / "c"), unknowing)
-    found = convert.open_adapter(str(tmp_path / "c"), config())
+    found = adapter_sources.open_adapter(str(tmp_path / "c"), config())
     np.testing.assert_allclose(updates(found), delta / 2, rtol=0, atol=1e-5)
     m = tiny.model("gpt_oss", **SIZES)
-    attached = convert.attach(adapter, m, base_fingerprint=None)
+    attached = attach.attach(adapter, m, base_fingerprint=None)
     leaves = trees.flatten(attached.trainable)
     up = leaves["layers.mlp.experts.up_proj.lora_a"] @ leaves["layers.mlp.experts.up_proj.lora_b"]
     np.testing.assert_allclose(2 * up[0], delta[..., 1::2], rtol=0, atol=1e-5)
     with pytest.raises(errors.ModelError, match="of a model with other files than this base's"):
-        convert.attach(unknowing, m, base_fingerprint=None)
+        attach.attach(unknowing, m, base_fingerprint=None)
     with pytest.raises(errors.ModelError, match="the rows of experts in different orders"):
         algebra.summed([adapter, unknowing], [1, 1])
 
@@ -86,8 +86,8 @@ def test_adapters_of_single_experts_have_no_such_order(tmp_path):
         tensors[f"{key}.{expert}.up_proj.lora_B.weight"] = pf.draw(F, R, seed=expert)
     settings = {"peft_type": "LORA", "r": R, "lora_alpha": 6, "target_modules": ["up_proj"]}
     path = pf.write_raw(tmp_path / "a", settings | {"layers_to_transform": [0]}, tensors)
-    adapter, m = convert.open_adapter(path, config()), tiny.model("gpt_oss", **SIZES)
-    leaves = trees.flatten(convert.attach(adapter, m, base_fingerprint=None).trainable)
+    adapter, m = adapter_sources.open_adapter(path, config()), tiny.model("gpt_oss", **SIZES)
+    leaves = trees.flatten(attach.attach(adapter, m, base_fingerprint=None).trainable)
     found = np.asarray(leaves["layers.mlp.experts.up_proj.lora_b"])[0, 3].T
     np.testing.assert_array_equal(found, tensors[f"{key}.3.up_proj.lora_B.weight"])
 

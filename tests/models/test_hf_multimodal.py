@@ -13,8 +13,8 @@ from purelora.config import command_line
 from purelora.core import errors, trees
 from purelora.formats import safetensors_file
 from purelora.interop import builtin
-from purelora.interop.peft import convert
 from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import record, unroll
 from purelora.models import causal_lm
 from purelora.training import beginning, planning
 from tests.support import loaded_models, model_files, tiny
@@ -71,8 +71,8 @@ def test_merged_keeps_names_and_all_that_is_beside(module, tmp_path, capsys):
     settings = tiny.lora_config(target_modules=(module,))
     m = plain.adapted(settings)
     leaves = {path: np.asarray(leaf) for path, leaf in trees.flatten(tiny.adapters(m)).items()}
-    known = convert.record(m, settings, str(tmp_path / "base"))
-    made = convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+    known = record.of_model(m, settings, str(tmp_path / "base"))
+    made = unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
     peft_files.write(str(tmp_path / "adapter"), made)
     out = tmp_path / "merged"
     assert merge.main([f"--adapter={tmp_path / 'adapter'}", f"--output={out}"]) == 0

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from purelora.core import param_info
+from purelora.lora import kinds
 from purelora.models import layers, loss, params
 from purelora.ops import quant
 from purelora.sharding import parallel
@@ -30,16 +31,14 @@ def data():
 
 
 def head(table, adapters=None, frozen=True, gather=parallel.whole) -> params.Module:
-    a, b = adapters or (None, None)
-    scaling = None if adapters is None else jnp.float32(2.0)
+    adapter = ()
+    if adapters is not None:
+        kind = kinds.KINDS["lora"]
+        adapter = (kinds.Bound((*adapters, jnp.float32(2.0)), kind, kind.order),)
     return params.Module(
         weight=table,
         bias=None,
-        lora_a=a,
-        lora_b=b,
-        scaling=scaling,
-        magnitude=None,
-        token_rows=None,
+        adapters=adapter,
         name="lm_head",
         gather=gather,
         keep_gathered=False,
@@ -47,7 +46,6 @@ def head(table, adapters=None, frozen=True, gather=parallel.whole) -> params.Mod
         exchange=parallel.ALONE,
         contracting=-1,
         frozen=frozen,
-        token_ids=(),
     )
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from purelora.config import command_line
-from purelora.core import errors, trees
+from purelora.core import errors, layer_axis, trees
 from purelora.core.batch import Batch
-from purelora.models import layers, moe, params
+from purelora.models import layers, moe
 from purelora.ops import grouped_matmul, quant
 from purelora.sharding import parallel
 from purelora.training import planning
@@ -259,7 +259,7 @@ SILU = functools.partial(layers.gated, activation=jax.nn.silu)
 def routed():
     """A layer's experts, activations of rows with padding, and where their tokens go."""
     m = tiny.model("mixtral", num_hidden_layers=1)
-    bound = params.layer(m.bind(tiny.weights(m), {})["layers"], 0)["mlp"]
+    bound = layer_axis.layer_of(m.bind(tiny.weights(m), {})["layers"], 0)["mlp"]
     x_BTD = jnp.asarray(np.random.default_rng(3).normal(size=(2, 9, 32)), jnp.float32)
     is_token_BT = jnp.arange(9)[None] < jnp.asarray([[9], [4]])
     return m.config.experts, bound, x_BTD, is_token_BT

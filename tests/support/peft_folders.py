@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from purelora.interop.peft import adapter_config
+from purelora.interop.peft import adapter_config, artefact
 from purelora.interop.peft import files as peft_files
 
 WIDTH, INNER, VOCAB, LAYERS = 16, 24, 32, 2
@@ -114,7 +114,7 @@ CASES: Mapping[str, tuple[adapter_config.AdapterConfig, Modules]] = {
     "rslora": (config(use_rslora=True), Q),
     "gaussian": (config(init_lora_weights="gaussian"), Q),
     "eva": (config(init_lora_weights="eva"), Q),
-    "dora": (config(use_dora=True), with_kind(Q, "lora_magnitude_vector", WIDTH)),
+    "dora": (config(kind="dora"), with_kind(Q, "lora_magnitude_vector", WIDTH)),
     "save": (config(modules_to_save=tuple(sorted(FULL))), Q | FULL),
     "save with bias": (
         config(modules_to_save=tuple(K_BIASES)),
@@ -143,7 +143,7 @@ CASES: Mapping[str, tuple[adapter_config.AdapterConfig, Modules]] = {
         Q | EMBEDDING_LORA,
     ),
     "embedding dora": (
-        config(target_modules=("embed_tokens",), use_dora=True),
+        config(target_modules=("embed_tokens",), kind="dora"),
         with_kind(EMBEDDING_LORA, "lora_magnitude_vector", WIDTH),
     ),
     "bias all": (config(bias="all"), Q_BIASES | OTHER_BIASES),
@@ -153,11 +153,11 @@ CASES: Mapping[str, tuple[adapter_config.AdapterConfig, Modules]] = {
 
 def case(
     name: str, dtype: Any = np.float32, fingerprint: str | None = "f" * 64
-) -> peft_files.Adapter:
+) -> artefact.Adapter:
     """One of `CASES` as an adapter of another element type."""
     settings, modules = CASES[name]
     cast = {m: {k: a.astype(dtype) for k, a in kinds.items()} for m, kinds in modules.items()}
-    return peft_files.Adapter("memory", settings, cast, fingerprint)
+    return artefact.Adapter("memory", settings, cast, fingerprint)
 
 
 def keys_of(modules: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -191,7 +191,7 @@ def write_minimal(
     return write_raw(folder, MINIMAL | changes, tensors)
 
 
-def assert_same(found: peft_files.Adapter, wanted: peft_files.Adapter) -> None:
+def assert_same(found: artefact.Adapter, wanted: artefact.Adapter) -> None:
     """Asserts equality of all but path and notes, tensors bit by bit."""
     assert found.config == wanted.config
     assert found.base_fingerprint == wanted.base_fingerprint
@@ -207,6 +207,6 @@ def assert_same_modules(found: peft_files.Modules, wanted: peft_files.Modules) -
             assert found[module][kind].tobytes() == array.tobytes(), (module, kind)
 
 
-def replaced(adapter: peft_files.Adapter, **changes: Any) -> peft_files.Adapter:
+def replaced(adapter: artefact.Adapter, **changes: Any) -> artefact.Adapter:
     """The adapter with another config."""
     return dataclasses.replace(adapter, config=dataclasses.replace(adapter.config, **changes))

@@ -45,6 +45,7 @@ def lora_config(**changes: Any) -> schema.LoraConfig:
     """Settings of adapters of rank 4 and scaling 2 on all linear modules, with `changes`."""
     settings = schema.LoraConfig(
         enabled=True,
+        peft_type="lora",
         r=4,
         lora_alpha=8.0,
         lora_dropout=0.0,

@@ -30,13 +30,27 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "all biases": {"target_modules": ("q_proj", "down_proj"), "bias": "all"},
     "own biases": {"target_modules": ("q_proj",), "bias": "lora_only"},
+    "ia3": {"peft_type": "ia3", "target_modules": ("k_proj", "v_proj", "down_proj")},
+    "ia3 in some layers": {
+        "peft_type": "ia3",
+        "target_modules": r".*layers\.[02]\..*(q|down)_proj",
+        "modules_to_save": ("norm",),
+    },
+    "loha": {"peft_type": "loha", "target_modules": ("q_proj", "down_proj", "lm_head")},
+    "loha of several ranks": {
+        "peft_type": "loha",
+        "target_modules": ("k_proj", "up_proj"),
+        "layers_to_transform": (0, 2),
+        "rank_pattern": {r"layers\.2\.mlp\.up_proj": 7},
+        "alpha_pattern": {"k_proj": 3.0},
+    },
 }
 UNTIED = {
     "saved head": {"target_modules": ("v_proj",), "modules_to_save": ("lm_head",)},
     "saved table": {"target_modules": ("v_proj",), "modules_to_save": ("embed_tokens",)},
 }
 # Those where a tied head makes a difference come with one too.
-TIED = ("plain", "dora", "head", "embedding", "tokens", "tokens and head", "saved table")
+TIED = ("plain", "dora", "loha", "head", "embedding", "tokens", "tokens and head", "saved table")
 CASES = [(name, False) for name in FEATURES | UNTIED] + [(name, True) for name in TIED]
 
 
@@ -51,9 +65,10 @@ def trained(m: causal_lm.CausalLM, base: trees.Tree) -> dict[str, np.ndarray]:
         found[path] = noise + np.asarray(flat_base.get(path, np.float32(0)))
         if path.endswith("lora_magnitude"):
             found[path] = np.abs(noise) + 1
-    for path, target in m.adaptation.targets.items():  # The padding of ranks is zero.
-        if len(set(target.ranks)) > 1:
-            mask = adapters.rank_mask(target)
-            found[f"{path}.lora_a"] *= mask[:, None, :]
-            found[f"{path}.lora_b"] *= mask[:, :, None]
+    for path, info in infos.items():  # The padding of ranks is zero.
+        if "rank" in info.axes:
+            target, shape = m.adaptation.targets[path.parent], [1] * len(info.shape)
+            shape[0] = len(target.ranks)
+            shape[info.axes.index("rank")] = target.r
+            found[path] *= adapters.rank_mask(target).reshape(shape)
     return found

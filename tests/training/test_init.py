@@ -13,6 +13,7 @@ from purelora.checkpoint import store
 from purelora.commands import export
 from purelora.core import errors
 from purelora.interop.peft import files as peft_files
+from purelora.training import adapter_export
 from tests.support import tiny
 from tests.support.runs import bits, records, run, saved_state
 
@@ -95,7 +96,7 @@ def test_export_is_checked(tmp_path: pathlib.Path, name: str, capsys):
     peft_files.write(str(tmp_path / "out"), dataclasses.replace(read, modules=broken))
     found = store.find(tmp_path / "run")
     with pytest.raises(errors.ModelError, match="does not compute what the run does"):
-        export.check(export.Options(str(tmp_path / "run"), ""), *found, str(tmp_path / "out"))
+        adapter_export.check(str(tmp_path / "run"), *found, str(tmp_path / "out"))
 
 
 def test_loftq_of_what_is_not_quantised_is_refused(tmp_path: pathlib.Path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from purelora.core import errors
-from purelora.interop.peft import convert
+from purelora.interop.peft import adapter_sources, artefact
 from purelora.interop.peft import files as peft_files
 from purelora.training import run_folder
 from tests.support import runs
@@ -37,8 +37,11 @@ def workdir(finished, tmp_path) -> pathlib.Path:
 
 
 def _holds_step_4(workdir: pathlib.Path) -> bool:
-    found, wanted = peft_files.read(str(workdir / "adapter")), convert.open_adapter(str(workdir))
-    convert.check_equal(found, wanted)
+    found, wanted = (
+        peft_files.read(str(workdir / "adapter")),
+        adapter_sources.open_adapter(str(workdir)),
+    )
+    artefact.check_equal(found, wanted)
     assert sorted(path.name for path in workdir.glob("*adapter*")) == ["adapter"]
     return "up to step 4" in (workdir / "adapter" / run_folder.CARD).read_text()
 

@@ -12,7 +12,7 @@ from purelora.config import command_line
 from purelora.core import trees
 from purelora.formats import source
 from purelora.interop import builtin
-from purelora.interop.peft import convert
+from purelora.interop.peft import artefact, record, unroll
 from purelora.interop.peft import files as peft_files
 from purelora.training import feed, setup
 from tests.support import tiny
@@ -120,11 +120,11 @@ def test_losses_and_adapters_are_those_of_peft(
     settings = command_line.parse(arguments, flags=()).config
     run, state = setup.build(*setup.open_and_plan(settings, str), str)
 
-    known = convert.record(run.plan.model, settings.lora, "smollm2-135m")
+    known = record.of_model(run.plan.model, settings.lora, "smollm2-135m")
 
-    def adapter(trainable: trees.Tree) -> peft_files.Adapter:
+    def adapter(trainable: trees.Tree) -> artefact.Adapter:
         leaves = {path: np.array(leaf) for path, leaf in trees.flatten(trainable).items()}
-        return convert.unrolled(leaves, known, path="run", base_fingerprint=None)
+        return unroll.unrolled(leaves, known, path="run", base_fingerprint=None)
 
     peft_files.write(str(tmp_path / "start"), adapter(state.trainable))
     model = peft.PeftModel.from_pretrained(

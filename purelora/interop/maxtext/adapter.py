@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from purelora.core import errors
+from purelora.core import errors, layer_axis
 from purelora.formats import array_store
 from purelora.interop.maxtext import folder as maxtext_folder
 from purelora.interop.maxtext import names as maxtext_names
 from purelora.interop.maxtext import places as maxtext_places
-from purelora.interop.peft import adapter_config
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft import adapter_config, artefact
 from purelora.models import causal_lm
 
 _NO_FINGERPRINT = "it does not say which base it belongs to, so that is not checked"
@@ -44,7 +43,7 @@ class _Pair(NamedTuple):
 
 def read(
     folder: str, config: Mapping[str, Any], where: str, *, lora_alpha: float | None
-) -> peft_files.Adapter:
+) -> artefact.Adapter:
     """Reads the adapters in a folder of arrays.
 
     Args:
@@ -82,7 +81,7 @@ def read(
         name: arrays.module(pair, maxtext_names.sizes(model.config), axis)
         for name, pair in pairs.items()
     }
-    return peft_files.Adapter(folder, settings, modules, None, notes)
+    return artefact.Adapter(folder, settings, modules, None, notes)
 
 
 def _membership(
@@ -138,7 +137,9 @@ class _Arrays:
         if layer.number is None:
             return self.store.read(self.names[path], tuple(box))
         box[axis] = slice(layer.number, layer.number + 1)
-        return self.store.read(self.names[path], tuple(box)).squeeze(axis)
+        read = self.store.read(self.names[path], tuple(box))
+        one: np.ndarray = layer_axis.layer_of(read, 0, axis)
+        return one
 
 
 def _settings(

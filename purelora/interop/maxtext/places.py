@@ -8,7 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from purelora.core import errors
+import jax
+import numpy as np
+
+from purelora.core import errors, layer_axis
 from purelora.interop.maxtext import names as maxtext_names
 from purelora.models import causal_lm
 
@@ -92,7 +95,9 @@ class Expected(NamedTuple):
         """The whole shape, with the layers along `axis`."""
         if self.depth is None:
             return self.shape
-        return (*self.shape[:axis], self.depth, *self.shape[axis:])
+        layer = layer_axis.Pair(None, jax.ShapeDtypeStruct(self.shape, np.float32))
+        shape: tuple[int, ...] = layer_axis.stack([layer] * self.depth, axis).arrays.shape
+        return shape
 
 
 class Fit(NamedTuple):

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from purelora.core import errors
+from purelora.core import errors, layer_axis
 from purelora.formats import array_store, source
 from purelora.interop.maxtext import folder as maxtext_folder
 from purelora.interop.maxtext import names as maxtext_names
 from purelora.interop.maxtext import places as maxtext_places
 from purelora.models import causal_lm
-from purelora.sharding import layer_axis
 from purelora.weights import hf_folder as hf
 
 # MaxText may pad the vocabulary of its tables for the devices: Gemma 2's by 128 rows.
@@ -136,7 +135,8 @@ class LayerReader:
         if self._store.chunk(name)[self._axis] == 1:
             own = slice(layer.number, layer.number + 1)
             part = (*box[: self._axis], own, *box[self._axis :])
-            return _layer_of(self._store.read(name, part), self._axis, 0)
+            one: np.ndarray = layer_axis.layer_of(self._store.read(name, part), 0, self._axis)
+            return one
         stack = self._kept.pop(name, None)
         if stack is None:
             whole = tuple(slice(0, size) for size in self._store.shape(name))
@@ -146,13 +146,7 @@ class LayerReader:
             for oldest in list(self._kept)[: -self._keep]:
                 del self._kept[oldest]
         # A view would keep the whole stack in memory.
-        return np.array(_layer_of(stack, self._axis, layer.number)[box])
-
-
-def _layer_of(stack: np.ndarray, axis: int, number: int) -> np.ndarray:
-    pair = layer_axis.Pair(None, stack)
-    layer: np.ndarray = layer_axis.remove_scan_axis(pair, axis, layer=number).arrays
-    return layer
+        return np.array(layer_axis.layer_of(stack, layer.number, self._axis)[box])
 
 
 def open_folder(path: str, hf_folder: str) -> MaxTextSource:

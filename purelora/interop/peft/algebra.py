@@ -1,9 +1,9 @@
-"""Arithmetic of adapters: what one does to a weight, and sums of several as one adapter.
+"""Adapter algebra: what an adapter makes of a weight, and sums of several as one adapter.
 
 All functions are pure and work on `peft.Adapter`s in float32. A sum of updates is exact: the
 factors of the summands stand side by side, so the ranks add up; `truncated` brings the rank down to
-the nearest adapter of a given one. Magnitudes (DoRA) and whole weights are no linear updates of a
-weight, so sums refuse them.
+the nearest adapter of a given one. Only LoRA's product is a linear update of a weight; sums refuse
+every other tensor, and whole weights.
 """
 
 import dataclasses
@@ -15,18 +15,19 @@ import numpy as np
 from purelora.core import errors
 from purelora.interop.peft import adapter_config
 from purelora.interop.peft import experts as peft_experts
-from purelora.interop.peft import files as peft_files
+from purelora.interop.peft.artefact import Adapter
+from purelora.lora import kinds
 
 Tensors = Mapping[str, np.ndarray]
 
-_LINEAR = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
-_LINEAR_KINDS = {kind for pair in _LINEAR for kind in pair} | {"base_weight"}
+_LINEAR = kinds.KINDS["lora"].sets
+_LINEAR_KINDS = {tensor for pair in _LINEAR for tensor in pair} | {"base_weight"}
 
 
 def updated(
-    adapter: peft_files.Adapter,
+    adapter: Adapter,
     module: str,
-    kind: str,
+    tensor: str,
     base: np.ndarray,
     *,
     expert: int | None = None,
@@ -36,51 +37,44 @@ def updated(
     Args:
       adapter: an adapter under the base's own names.
       module: Hugging Face name of the module.
-      kind: "weight" or "bias".
+      tensor: "weight" or "bias".
       base: the base's values, `[out, in]` (a table `[V, D]`, experts `[E, out, in]`), float32.
       expert: the number of the expert that `base` is of, if it is of one of a module of experts.
     """
-    kinds = adapter.modules.get(module, {})
+    tensors = adapter.modules.get(module, {})
     if expert is not None:
-        kinds = {name: array[expert] for name, array in kinds.items()}
-    if kind in kinds:
-        return kinds[kind].astype(np.float32)
-    if kind == "bias":
-        return base
+        tensors = {name: array[expert] for name, array in tensors.items()}
+    if tensor in tensors:
+        return tensors[tensor].astype(np.float32)
+    kind, has_adapter = adapter.config.adapter_kind, kinds.is_adapted(tensors)
+    if tensor == "bias":
+        return kind.updated_bias(base, tensors) if has_adapter else base
     result = base
-    if "trainable_tokens" in kinds:
-        ids = list(next(iter(adapter.config.trainable_token_indices.values())))
-        result = result.copy()
-        result[ids] = kinds["trainable_tokens"].astype(np.float32)
-    for a, b in _LINEAR:
-        if a in kinds:
-            product = kinds[b].astype(np.float32) @ kinds[a].astype(np.float32)
-            product = product.T if a == "lora_embedding_A" else product
-            result = result + np.float32(adapter_config.scaling(adapter.config, module)) * product
-    if "lora_magnitude_vector" in kinds:
-        # Liu et al. 2024, equation 5: each output's weights get the norm that was learned.
-        norms = np.linalg.norm(result, axis=1)
-        magnitude = kinds["lora_magnitude_vector"].astype(np.float32)
-        result = result * (magnitude / norms)[:, None]
-    return result
+    if kinds.TOKEN_ROWS.leaves[0] in tensors:
+        ids = next(iter(adapter.config.trainable_token_indices.values()))
+        result = kinds.TOKEN_ROWS.with_rows(result, tensors, ids)
+    if not has_adapter:
+        return result
+    scaling = np.float32(adapter_config.scaling(adapter.config, module))
+    return kind.updated(result, tensors, scaling)
 
 
-def scaled(adapter: peft_files.Adapter, factor: float) -> peft_files.Adapter:
+def scaled(adapter: Adapter, factor: float) -> Adapter:
     """`factor` times the update of an adapter, in its own rank.
 
     Raises:
-      ModelError: it holds magnitudes or whole weights.
+      ModelError: it holds other tensors than those of LoRA.
     """
     _check_linear([adapter])
     modules = {
         name: {k: array * np.float32(factor) if k in ("lora_B", "lora_embedding_B") else array
-               for k, array in kinds.items()}
-        for name, kinds in adapter.modules.items()
+               for k, array in tensors.items()}
+        for name, tensors in adapter.modules.items()
     }  # fmt: skip
     return dataclasses.replace(adapter, modules=modules, notes=())
 
 
-def summed(adapters: Sequence[peft_files.Adapter], weights: Sequence[float]) -> peft_files.Adapter:
+def summed(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
     """The weighted sum of the updates of several adapters of one base; their ranks add up.
 
     With weights 1, 1 that is their sum, with 1/n their average, with 1 - t, t an interpolation.
@@ -89,8 +83,8 @@ def summed(adapters: Sequence[peft_files.Adapter], weights: Sequence[float]) -> 
     do.
 
     Raises:
-      ModelError: one holds magnitudes or whole weights, or they belong to different bases, by what
-        they state, by their shapes or by copies that differ.
+      ModelError: one holds other tensors than those of LoRA, or they belong to different bases, by
+        what they state, by their shapes or by copies that differ.
     """
     _check_linear(adapters)
     prints = {a.base_fingerprint for a in adapters}
@@ -117,30 +111,26 @@ def summed(adapters: Sequence[peft_files.Adapter], weights: Sequence[float]) -> 
     return dataclasses.replace(result, notes=(note,))
 
 
-def _side_by_side(
-    name: str, having: Sequence[tuple[peft_files.Adapter, float]]
-) -> dict[str, np.ndarray]:
+def _side_by_side(name: str, having: Sequence[tuple[Adapter, float]]) -> dict[str, np.ndarray]:
     a, b = next(pair for pair in _LINEAR if pair[0] in having[0][0].modules[name])
     lefts, rights = [], []
     for adapter, weight in having:
-        kinds = adapter.modules[name]
+        tensors = adapter.modules[name]
         factor = np.float32(weight * adapter_config.scaling(adapter.config, name))
-        lefts.append(kinds[a].astype(np.float32))
-        rights.append(factor * kinds[b].astype(np.float32))
+        lefts.append(tensors[a].astype(np.float32))
+        rights.append(factor * tensors[b].astype(np.float32))
     # Ranks are the last but one dimension of `a`, that of experts if there are any being before it.
     factors = {a: np.concatenate(lefts, axis=-2), b: np.concatenate(rights, axis=-1)}
     copies = [copies_in(adapter.modules[name]) for adapter, _ in having]
     return factors | next(filter(None, copies), {})
 
 
-def copies_in(kinds: Tensors) -> dict[str, np.ndarray]:
+def copies_in(tensors: Tensors) -> dict[str, np.ndarray]:
     """The copy of the base's own weight among a module's tensors, if there is one."""
-    return {kind: array for kind, array in kinds.items() if kind == "base_weight"}
+    return {tensor: array for tensor, array in tensors.items() if tensor == "base_weight"}
 
 
-def _mismatches(
-    name: str, having: Sequence[tuple[peft_files.Adapter, float]]
-) -> list[errors.Problem]:
+def _mismatches(name: str, having: Sequence[tuple[Adapter, float]]) -> list[errors.Problem]:
     """How the adapters of one module do not belong to the same weight."""
     remedy, first = "give adapters of one base", having[0][0]
     problems = []
@@ -158,33 +148,33 @@ def _mismatches(
     return problems
 
 
-def _weight_shape(kinds: Tensors) -> tuple[str, list[int]]:
+def _weight_shape(tensors: Tensors) -> tuple[str, list[int]]:
     """What the factors of a module adapt: kind of module, and shape of its weight."""
-    a, b = next(pair for pair in _LINEAR if pair[0] in kinds)
-    *experts, out_size, _ = kinds[b].shape
-    in_size = kinds[a].shape[-1]
+    a, b = next(pair for pair in _LINEAR if pair[0] in tensors)
+    *experts, out_size, _ = tensors[b].shape
+    in_size = tensors[a].shape[-1]
     if a == "lora_A":
         return "experts" if experts else "a linear layer", [*experts, out_size, in_size]
     return "an embedding", [in_size, out_size]
 
 
 def _shown(shape: tuple[str, list[int]]) -> str:
-    kind, sizes = shape
-    return f"{kind} of {sizes}"
+    place, sizes = shape
+    return f"{place} of {sizes}"
 
 
-def truncated(adapter: peft_files.Adapter, r: int) -> peft_files.Adapter:
+def truncated(adapter: Adapter, r: int) -> Adapter:
     """The nearest adapter of rank `r` at most, by singular values (Eckart and Young 1936).
 
     Raises:
-      ModelError: it holds magnitudes or whole weights.
+      ModelError: it holds other tensors than those of LoRA.
     """
     _check_linear([adapter])
     modules: dict[str, dict[str, np.ndarray]] = {}
-    for name, kinds in adapter.modules.items():
-        a, b = next(pair for pair in _LINEAR if pair[0] in kinds)
+    for name, tensors in adapter.modules.items():
+        a, b = next(pair for pair in _LINEAR if pair[0] in tensors)
         factor = np.float32(adapter_config.scaling(adapter.config, name))
-        low = _low_rank(kinds[a], factor * kinds[b].astype(np.float32), r)
+        low = _low_rank(tensors[a], factor * tensors[b].astype(np.float32), r)
         modules[name] = dict(zip((a, b), low, strict=True))
     return _of_factors([adapter], modules, adapter.base_fingerprint)
 
@@ -205,41 +195,41 @@ def _low_rank(a: np.ndarray, b: np.ndarray, r: int) -> tuple[np.ndarray, np.ndar
     return left.astype(np.float32), ((q_b @ u[:, :r]) * root).astype(np.float32)
 
 
-def _check_linear(adapters: Sequence[peft_files.Adapter]) -> None:
+def _check_linear(adapters: Sequence[Adapter]) -> None:
     problems = [
         errors.Problem(
             f"{adapter.path}: {name}",
             None,
-            f"holds a {kind}, which is no linear update of a weight",
+            f"holds a {tensor}, which is no linear update of a weight",
             "merge the adapters into their base instead",
         )
         for adapter in adapters
-        for name, kinds in adapter.modules.items()
-        for kind in kinds
-        if kind not in _LINEAR_KINDS
+        for name, tensors in adapter.modules.items()
+        for tensor in tensors
+        if tensor not in _LINEAR_KINDS
     ]
     if problems:
         raise errors.ModelError.of(errors.first(problems, adapters[0].path))
 
 
 def _of_factors(
-    like: Sequence[peft_files.Adapter],
+    like: Sequence[Adapter],
     modules: Mapping[str, dict[str, np.ndarray]],
     fingerprint: str | None,
-) -> peft_files.Adapter:
+) -> Adapter:
     """An adapter whose update is `B A` as it stands: every alpha is its rank."""
-    ranks = {name: next(iter(kinds.values())).shape[-2] for name, kinds in modules.items()}
+    ranks = {name: next(iter(tensors.values())).shape[-2] for name, tensors in modules.items()}
     r = max(ranks.values(), key=list(ranks.values()).count)
     parameters = peft_experts.parameters([one.config for one in like], modules)
-    own: dict[str, Any] = {name: rank for name, rank in ranks.items() if rank != r}
+    others: dict[str, Any] = {name: rank for name, rank in ranks.items() if rank != r}
     config = adapter_config.AdapterConfig(
         r=r,
         lora_alpha=float(r),
         target_modules=tuple(sorted(modules.keys() - parameters.keys())),
         target_parameters=tuple(sorted(set(parameters.values()))),
-        rank_pattern=own,
-        alpha_pattern={name: float(rank) for name, rank in own.items()},
+        rank_pattern=others,
+        alpha_pattern={name: float(rank) for name, rank in others.items()},
         base_model_name_or_path=like[0].config.base_model_name_or_path,
     )
     interleaved = like[0].interleaved
-    return peft_files.Adapter(like[0].path, config, modules, fingerprint, interleaved=interleaved)
+    return Adapter(like[0].path, config, modules, fingerprint, interleaved=interleaved)

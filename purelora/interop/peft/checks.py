@@ -7,52 +7,36 @@ import numpy as np
 
 from purelora.core import errors
 from purelora.interop.peft import adapter_config
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 
 _AGAIN = "save or download the adapter again"
-# Three are those of experts.
-_N_DIMS = {"lora_magnitude_vector": (1,), "bias": (1,), "weight": (1, 2),
-           "lora_A": (2, 3), "lora_B": (2, 3)}  # fmt: skip
-PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+_SETS = tuple(dict.fromkeys(names for kind in kinds.KINDS.values() for names in kind.sets))
 Modules = Mapping[str, Mapping[str, np.ndarray]]
-
-
-def is_adapted(kinds: Mapping[str, np.ndarray]) -> bool:
-    """Whether a module with these tensors has an adapter."""
-    return any(a in kinds for a, _ in PAIRS)
 
 
 def tensor_problems(where: str, modules: Modules) -> Iterator[errors.Problem]:
     """What is wrong with tensors by themselves: values, shapes, and one of a pair missing."""
-    for module, kinds in modules.items():
-        for kind, array in kinds.items():
-            at = f"{where}: {module} {kind}"
-            if array.ndim not in _N_DIMS.get(kind, (2,)) or not array.size:
+    for module, tensors in modules.items():
+        for tensor, array in tensors.items():
+            at = f"{where}: {module} {tensor}"
+            if array.ndim not in _n_dims(tensor) or not array.size:
                 yield errors.Problem(at, array.shape, "is not a possible shape", _AGAIN)
             elif not np.isfinite(array).all():
                 yield errors.Problem(at, None, "holds NaN or infinity", "save a sound adapter")
-        for one, other in (*PAIRS, *((b, a) for a, b in PAIRS)):
-            if one in kinds and other not in kinds:
-                yield errors.Problem(f"{where}: {module}", None, f"has {one}, no {other}", _AGAIN)
-        yield from _pair_problems(f"{where}: {module}", kinds)
+        for names in _SETS:
+            for name in names:
+                missing = [other for other in names if other not in tensors]
+                if name in tensors and missing:
+                    what = f"has {name}, no {missing[0]}"
+                    yield errors.Problem(f"{where}: {module}", None, what, _AGAIN)
+        for kind in kinds.KINDS.values():
+            for value, what in kind.tensor_problems(tensors):
+                yield errors.Problem(f"{where}: {module}", value, what, _AGAIN)
 
 
-def _pair_problems(where: str, kinds: Mapping[str, np.ndarray]) -> Iterator[errors.Problem]:
-    """Shapes of one module's tensors that do not fit together."""
-    if all(kind in kinds for pair in PAIRS for kind in pair):
-        yield errors.Problem(where, None, "has adapters of two kinds", _AGAIN)
-    for a, b in PAIRS:
-        if not (a in kinds and b in kinds and kinds[a].ndim == kinds[b].ndim >= 2):
-            continue
-        shapes = kinds[a].shape, kinds[b].shape
-        if shapes[0][-2] != shapes[1][-1]:
-            yield errors.Problem(where, shapes, f"{a} and {b} differ in r", _AGAIN)
-        if shapes[0][:-2] != shapes[1][:-2]:
-            yield errors.Problem(where, shapes, f"{a} and {b} differ in experts", _AGAIN)
-        magnitude = kinds.get("lora_magnitude_vector")
-        if magnitude is not None and magnitude.shape != shapes[1][:1]:
-            what = f"lora_magnitude_vector does not fit the rows of {b}"
-            yield errors.Problem(where, (magnitude.shape, shapes[1]), what, _AGAIN)
+def _n_dims(tensor: str) -> tuple[int, ...]:
+    known = kinds.TENSORS.get(tensor)
+    return (2,) if known is None else known.n_dims
 
 
 def fit_problems(
@@ -60,11 +44,14 @@ def fit_problems(
 ) -> list[errors.Problem]:
     """Tensors that the config does not account for, and what it names but there is not."""
     adapted = {
-        module: kinds[a] for module, kinds in modules.items() for a, _ in PAIRS if a in kinds
+        module: tensors[names[0]]
+        for module, tensors in modules.items()
+        for names in _SETS
+        if names[0] in tensors
     }
     return [
         *_target_problems(where, config, adapted),
-        *_dora_problems(where, config, modules),
+        *_kind_problems(where, config, modules),
         *_full_problems(where, config, modules),
         *_token_problems(where, config, modules),
     ]
@@ -83,8 +70,9 @@ def _target_problems(
             what = f"does not name {module}, which has an adapter"
             yield errors.Problem(f"{where}: target_modules", config.target_modules, what, _AGAIN)
         r = adapter_config.rank(config, module)
-        if a.ndim >= 2 and a.shape[-2] != r:
-            what = f"is the rank of {module} by the config, and its tensors have {a.shape[-2]}"
+        stored = config.adapter_kind.rank_of(a) if a.ndim >= 2 else None
+        if stored not in (None, r):
+            what = f"is the rank of {module} by the config, and its tensors have {stored}"
             yield errors.Problem(f"{where}: r", r, what, "correct r or rank_pattern")
     for entry in config.target_parameters:
         if not any(targets.matches([entry], targets.parameter_name(m)) for m in adapted):
@@ -98,15 +86,24 @@ def _target_problems(
                 yield errors.Problem(f"{where}: {key}", pattern, what, remedy)
 
 
-def _dora_problems(
+def _kind_problems(
     where: str, config: adapter_config.AdapterConfig, modules: Modules
 ) -> Iterator[errors.Problem]:
-    for module, kinds in modules.items():
-        adapted = is_adapted(kinds)
-        if ("lora_magnitude_vector" in kinds) != (config.use_dora and adapted):
-            has = "has a" if "lora_magnitude_vector" in kinds else "has no"
-            what = f"and {module} {has} lora_magnitude_vector"
-            yield errors.Problem(f"{where}: use_dora", config.use_dora, what, _AGAIN)
+    """Tensors of another kind than the config says, and tensors of its kind that are missing."""
+    chosen = config.adapter_kind
+    for module, tensors in modules.items():
+        adapted = kinds.is_adapted(tensors)
+        for flagged in kinds.FLAGGED:
+            for name in flagged.tensors:
+                if (name in tensors) != (chosen is flagged and adapted):
+                    what = f"and {module} has {'a' if name in tensors else 'no'} {name}"
+                    key = f"{where}: {flagged.flag}"
+                    yield errors.Problem(key, chosen is flagged, what, _AGAIN)
+        for kind in kinds.KINDS.values():
+            names = [name for names in kind.sets for name in names if name in tensors]
+            if names and kind.peft_type != chosen.peft_type and not kind.flag:
+                what = f"and {module} has a {names[0]}"
+                yield errors.Problem(f"{where}: peft_type", chosen.peft_type, what, _AGAIN)
 
 
 def _full_problems(
@@ -114,20 +111,20 @@ def _full_problems(
 ) -> Iterator[errors.Problem]:
     """Full weights against modules_to_save, biases against it and `bias`."""
     saved = [module for module in modules if adapter_config.is_saved(config, module)]
-    for module, kinds in modules.items():
-        adapted = is_adapted(kinds)
-        if "weight" in kinds and module not in saved:
+    for module, tensors in modules.items():
+        adapted = kinds.is_adapted(tensors)
+        if "weight" in tensors and module not in saved:
             what = f"does not name {module}, which has a full weight"
             remedy = "save it again with save_embedding_layers=False, or name the module"
             yield errors.Problem(f"{where}: modules_to_save", config.modules_to_save, what, remedy)
         if adapted and module in saved:
             what = f"names {module}, which has an adapter"
             yield errors.Problem(f"{where}: modules_to_save", config.modules_to_save, what, _AGAIN)
-        if "base_weight" in kinds and not adapted:
+        if "base_weight" in tensors and not adapted:
             what = f"{module} has a base weight and no adapter"
             yield errors.Problem(where, None, what, _AGAIN)
         allowed = config.bias == "all" or (config.bias == "lora_only" and adapted)
-        if "bias" in kinds and not allowed and module not in saved:
+        if "bias" in tensors and not allowed and module not in saved:
             what = f"and {module} has a bias"
             yield errors.Problem(f"{where}: bias", config.bias, what, _AGAIN)
     for entry in config.modules_to_save:
@@ -144,7 +141,9 @@ def _token_problems(
     key = f"{where}: trainable_token_indices"
     indices = config.trainable_token_indices
     rows = {
-        m: kinds["trainable_tokens"] for m, kinds in modules.items() if "trainable_tokens" in kinds
+        m: tensors["trainable_tokens"]
+        for m, tensors in modules.items()
+        if "trainable_tokens" in tensors
     }
     for module, array in rows.items():
         names = [name for name in indices if module.endswith(name)]

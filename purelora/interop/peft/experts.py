@@ -37,7 +37,7 @@ import numpy as np
 from purelora.core import errors
 from purelora.interop.peft import adapter_config
 from purelora.interop.peft import checks as peft_checks
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 
 # By PEFT's name of a parameter: the rank of each matrix that is joined in it, in order.
 Joined = Mapping[str, Mapping[str, int]]
@@ -52,7 +52,7 @@ class Converted(NamedTuple):
 
     Attributes:
       config: its config, with ranks and alphas under the new names.
-      modules: its tensors by module and kind ("lora_A", ...).
+      modules: its tensors by module and tensor ("lora_A", ...).
       joined: how matrices are joined in its parameters; empty in the form that they have here.
       problems: what is wrong with it.
     """
@@ -63,9 +63,9 @@ class Converted(NamedTuple):
     problems: tuple[errors.Problem, ...]
 
 
-def is_of_experts(kinds: Mapping[str, np.ndarray]) -> bool:
+def is_of_experts(tensors: Mapping[str, np.ndarray]) -> bool:
     """Whether the tensors of a module, in the form that adapters have here, are of experts."""
-    return "lora_A" in kinds and kinds["lora_A"].ndim == 3
+    return "lora_A" in tensors and tensors["lora_A"].ndim == 3
 
 
 def parameters(
@@ -75,14 +75,14 @@ def parameters(
 
     Args:
       configs: configs whose `target_parameters` tell which modules are named so.
-      modules: tensors by module and kind.
+      modules: tensors by module and tensor.
     """
     named = [config.target_parameters for config in configs]
     return {
         module: parameter
-        for module, kinds in modules.items()
-        if (parameter := targets.parameter_name(module)) and peft_checks.is_adapted(kinds)
-        and (is_of_experts(kinds) or any(targets.matches(own, parameter) for own in named))
+        for module, tensors in modules.items()
+        if (parameter := targets.parameter_name(module)) and kinds.is_adapted(tensors)
+        and (is_of_experts(tensors) or any(targets.matches(own, parameter) for own in named))
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from purelora.core import errors
 from purelora.interop.peft import adapter_config
 from purelora.interop.peft import checks as peft_checks
 from purelora.interop.peft import experts as peft_experts
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 
 _AGAIN = "save or download the adapter again"
 _NUMBERED = re.compile(
@@ -40,7 +40,7 @@ def of_file(
     Args:
       where: the name of the file, for messages.
       config: the contents of adapter_config.json.
-      modules: the file's tensors by module and kind; names of nested ones end in `.base_layer`.
+      modules: the file's tensors by module and tensor; names of nested ones end in `.base_layer`.
       joined: which ranks the file's metadata state for joined matrices; empty if they do not.
       interleaved: whether the rows of joined matrices alternate.
     """
@@ -87,7 +87,7 @@ def _new_config(
         ranks[newer] = adapter_config.rank(config, name)
         alphas[newer] = adapter_config.alpha(config, name)
     # Patterns that match nothing are kept, so that `peft_checks` reports them.
-    plain = [n for n in rest if n in modules and peft_checks.is_adapted(rest[n])]
+    plain = [n for n in rest if n in modules and kinds.is_adapted(rest[n])]
     gone = [n for n in modules if n not in rest] + list(map(targets.parameter_name, made))
     return dataclasses.replace(
         config,
@@ -114,16 +114,16 @@ def _sorted(
     levels: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
     numbered: dict[str, dict[int, str]] = {}
     rest: dict[str, Mapping[str, np.ndarray]] = {}
-    for name, kinds in modules.items():
+    for name, tensors in modules.items():
         bare, match = name.replace(peft_experts.LEVEL, ""), _NUMBERED.fullmatch(name)
         if match:
             matrix = targets.OLDER_MATRICES.get(match["matrix"], match["matrix"])
             stack = f"{match['around']}.mlp.experts.{matrix}"
             numbered.setdefault(stack, {})[int(match["number"])] = name
-        elif bare.endswith(".experts") and not kinds.keys().isdisjoint(("lora_A", "lora_B")):
-            levels.setdefault(bare, {})[name.count(peft_experts.LEVEL)] = kinds
+        elif bare.endswith(".experts") and not tensors.keys().isdisjoint(("lora_A", "lora_B")):
+            levels.setdefault(bare, {})[name.count(peft_experts.LEVEL)] = tensors
         else:
-            rest[targets.newer_name(name)] = kinds
+            rest[targets.newer_name(name)] = tensors
     return levels, numbered, rest
 
 
@@ -133,7 +133,7 @@ def _renamed(modules: peft_checks.Modules, rest: Iterable[str]) -> dict[str, str
     return {
         new: name
         for new, name in newer.items()
-        if new != name and new in rest and peft_checks.is_adapted(modules[name])
+        if new != name and new in rest and kinds.is_adapted(modules[name])
     }
 
 
@@ -220,13 +220,15 @@ def _of_parameters(
 
 
 def _unflattened(
-    where: str, kinds: Mapping[str, np.ndarray], r: int
+    where: str, tensors: Mapping[str, np.ndarray], r: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """PEFT's factors `[E r, in]` and `[out, r E]` of a parameter as `[E, r, in]`, `[E, out, r]`."""
-    if kinds.keys() != {"lora_A", "lora_B"}:
-        what = f"has {', '.join(sorted(kinds))}, where an adapter on experts has lora_A and lora_B"
+    if tensors.keys() != {"lora_A", "lora_B"}:
+        what = (
+            f"has {', '.join(sorted(tensors))}, where an adapter on experts has lora_A and lora_B"
+        )
         raise errors.ModelError(where, None, what, _AGAIN)
-    a, b = kinds["lora_A"], kinds["lora_B"]
+    a, b = tensors["lora_A"], tensors["lora_B"]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] % r:
         what = f"has lora_A {list(a.shape)} and lora_B {list(b.shape)}, which hold no experts of "
         raise errors.ModelError(where, None, f"{what}rank {r}", "correct r or rank_pattern")
@@ -291,5 +293,7 @@ def _of_numbered(
         what = f"has experts of different ranks, alphas or sizes: {sorted(settings)}"
         raise errors.ModelError(where, None, what, "merge the adapter into its base in PEFT")
     ((_, alpha),) = settings
-    a, b = (np.stack([modules[name][kind] for name in present]) for kind in ("lora_A", "lora_B"))
+    a, b = (
+        np.stack([modules[name][tensor] for name in present]) for tensor in ("lora_A", "lora_B")
+    )
     return _Factors(a, b, alpha)

@@ -11,7 +11,7 @@ from purelora.core import errors
 from purelora.interop.peft import adapter_config
 from purelora.interop.peft import checks as peft_checks
 from purelora.interop.peft import experts as peft_experts
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 
 Kinds = dict[str, np.ndarray]
 
@@ -28,7 +28,7 @@ def to_file(
     Args:
       where: the name of the file, for messages.
       config: the config, which names matrices of experts as modules.
-      modules: tensors by module and kind.
+      modules: tensors by module and tensor.
       interleaved: whether the rows of joined matrices alternate.
 
     Returns:
@@ -38,7 +38,7 @@ def to_file(
       ModelError: matrices that PEFT joins have different scalings.
     """
     experts: dict[str, dict[str, list[str]]] = {}
-    for name in (name for name, kinds in modules.items() if peft_experts.is_of_experts(kinds)):
+    for name in (name for name, tensors in modules.items() if peft_experts.is_of_experts(tensors)):
         parameter = targets.parameter_name(name)
         around = parameter.rpartition(".")[0]
         experts.setdefault(around, {}).setdefault(parameter, []).append(name)
@@ -53,12 +53,12 @@ def to_file(
         order = [name for name in reversed(names) if name in parameters]
         for level, parameter in enumerate(order):
             matrices = parameters[parameter]
-            kinds, joined[parameter] = _joined(parameter, matrices, modules, interleaved)
-            made[around + level * peft_experts.LEVEL] = kinds
+            tensors, joined[parameter] = _joined(parameter, matrices, modules, interleaved)
+            made[around + level * peft_experts.LEVEL] = tensors
             ranks[parameter] = r = sum(joined[parameter].values())
             alphas[parameter] = _common_alpha(where, config, matrices, r)
-    rest = {n: kinds for n, kinds in modules.items() if not peft_experts.is_of_experts(kinds)}
-    plain = [name for name, kinds in rest.items() if peft_checks.is_adapted(kinds)]
+    rest = {n: tensors for n, tensors in modules.items() if not peft_experts.is_of_experts(tensors)}
+    plain = [name for name, tensors in rest.items() if kinds.is_adapted(tensors)]
     config = _without_experts(config, plain, list(ranks))
     config = _with_patterns(config, plain, ranks, alphas)
     return peft_experts.Converted(config, {**rest, **made}, joined, ())
@@ -70,14 +70,14 @@ def _joined(
     """The adapters of matrices (called `names`) as one on their parameter, and the rank of each."""
     matrices = peft_experts.PARAMETERS[parameter.rpartition(".")[2]]
     having = {m: modules[n] for m in matrices for n in names if n.rpartition(".")[2] == m}
-    ranks = {matrix: kinds["lora_A"].shape[1] for matrix, kinds in having.items()}
-    a = np.concatenate([kinds["lora_A"] for kinds in having.values()], axis=1)
+    ranks = {matrix: tensors["lora_A"].shape[1] for matrix, tensors in having.items()}
+    a = np.concatenate([tensors["lora_A"] for tensors in having.values()], axis=1)
     experts, rows, _ = next(iter(having.values()))["lora_B"].shape
     b = np.zeros((experts, rows * len(matrices), sum(ranks.values())), a.dtype)
     first = 0
-    for matrix, kinds in having.items():
+    for matrix, tensors in having.items():
         place = matrices.index(matrix) * rows
-        b[:, place : place + rows, first : first + ranks[matrix]] = kinds["lora_B"]
+        b[:, place : place + rows, first : first + ranks[matrix]] = tensors["lora_B"]
         first += ranks[matrix]
     if interleaved:
         b = b.reshape(experts, len(matrices), rows, -1).swapaxes(1, 2).reshape(b.shape)

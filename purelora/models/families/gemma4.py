@@ -27,8 +27,8 @@ from_hf = gemma4_config.from_hf
 
 
 def layer_infos(cfg: Config, dtype: str) -> trees.Tree:
-    """Declarations of the parameters of a stack of layers."""
-    D, L = cfg.hidden_size, cfg.num_hidden_layers
+    """Declarations of the parameters of a layer."""
+    D = cfg.hidden_size
     norms = [
         "input_layernorm", "post_attention_layernorm",
         "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -39,7 +39,7 @@ def layer_infos(cfg: Config, dtype: str) -> trees.Tree:
     parts: trees.Tree = {
         "self_attn": {name: info for name, info in attn.items() if name not in absent},
         "mlp": blocks.mlp_infos(cfg, dtype),
-        "layer_scalar": {"weight": ParamInfo((L, 1), dtype, ("layers", None), "ones")},
+        "layer_scalar": {"weight": ParamInfo((1,), dtype, (None,), "ones")},
     }
     if cfg.experts is not None:
         norms += [f"{name}_feedforward_layernorm_{n}" for name, n in
@@ -49,20 +49,20 @@ def layer_infos(cfg: Config, dtype: str) -> trees.Tree:
         P = cfg.layer_inputs.size
         norms.append("post_per_layer_input_norm")
         parts |= {
-            "per_layer_input_gate": blocks.kernel(cfg, D, P, ("embed", None), dtype),
-            "per_layer_projection": blocks.kernel(cfg, P, D, (None, "embed"), dtype),
+            "per_layer_input_gate": blocks.kernel(D, P, ("embed", None), dtype),
+            "per_layer_projection": blocks.kernel(P, D, (None, "embed"), dtype),
         }
     return {name: blocks.norm(cfg, D, dtype) for name in norms} | parts
 
 
 def _router_infos(cfg: Config, dtype: str) -> trees.Tree:
     assert cfg.experts is not None
-    L, D, E = cfg.num_hidden_layers, cfg.hidden_size, cfg.experts.count
-    proj = blocks.kernel(cfg, D, E, ("embed", None), dtype)["weight"]
+    D, E = cfg.hidden_size, cfg.experts.count
+    proj = blocks.kernel(D, E, ("embed", None), dtype)["weight"]
     return {
         "proj": {"weight": dataclasses.replace(proj, is_router=True)},
-        "scale": {"weight": ParamInfo((L, D), dtype, ("layers", None), "ones")},
-        "per_expert_scale": {"weight": ParamInfo((L, E), dtype, ("layers", None), "ones")},
+        "scale": {"weight": ParamInfo((D,), dtype, (None,), "ones")},
+        "per_expert_scale": {"weight": ParamInfo((E,), dtype, (None,), "ones")},
     }
 
 

@@ -57,7 +57,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> hf_config.Config:
 
 
 def layer_infos(cfg: hf_config.Config, dtype: str) -> trees.Tree:
-    """Declarations of the parameters of a stack of layers."""
+    """Declarations of the parameters of a layer."""
     attn = blocks.attention_infos(cfg, dtype) | {"sinks": blocks.sinks_infos(cfg, dtype)}
     router = blocks.router_infos(cfg, dtype, bias=True)
     mixture = {"router": router, "experts": blocks.experts_infos(cfg, dtype)}

@@ -1,7 +1,7 @@
 """Joins a run whose other processes never come, and does not wait for long."""
 
 from purelora.commands import entry
-from purelora.multihost import runtime
+from purelora.multihost import meeting, runtime
 
-runtime._MEET_SECS, runtime._SILENT_SECS = 6, 0.1
+meeting._MEET_SECS, meeting._SILENT_SECS = 6, 0.1
 entry.run_command(lambda argv: runtime.initialise(entry.processes(argv)[0]), "")

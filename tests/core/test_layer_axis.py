@@ -1,5 +1,7 @@
-"""The scan axis: its laws, the table of docs/scan_axis.md, and all that lies in stacks."""
+"""The axis of layers: its laws, the table of docs/scan_axis.md, and all that lies in stacks."""
 
+import dataclasses
+import functools
 import pathlib
 import re
 import string
@@ -16,11 +18,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from purelora.core import param_info, train_state, trees
+from purelora.core import layer_axis, param_info, train_state, trees
+from purelora.core.layer_axis import Pair, SpecError
+from purelora.models import stacks as stacks_of
 from purelora.ops import quant
-from purelora.sharding import layer_axis, specs
-from purelora.sharding.layer_axis import Pair, SpecError
-from tests.support import tiny
+from purelora.sharding import specs
+from tests.support import families, tiny
 
 SIZES = (2, 3, 5, 7)
 LAYERS = 11  # Unlike all SIZES, so that a size tells which dimension it is.
@@ -169,11 +172,113 @@ def test_nested_stacks_by_name(pair, outer, inner):
         check(layer_axis.remove_scan_axis(one, second), pair.arrays, pair)
 
 
+# Declarations.
+
+
+@st.composite
+def declarations(draw):
+    """A declaration of one layer, and the same as a Pair of its axes and an abstract array."""
+    rank = draw(st.integers(1, len(SIZES)))
+    info = param_info.ParamInfo(
+        tuple(draw(st.permutations(SIZES))[:rank]),
+        draw(st.sampled_from(["float32", "int8"])),
+        tuple(draw(st.sampled_from([None, letter])) for letter in string.ascii_lowercase[:rank]),
+        contracting=draw(st.sampled_from([None, *range(-rank, 0)])),
+        is_router=draw(st.booleans()),
+    )
+    return info, Pair(info.axes, info.abstract)
+
+
+def check_declared(info, pair, layer):
+    """The declaration has the shape and axes of the Pair, and all else of the layer."""
+    assert (info.axes, info.abstract) == pair
+    summed = (layer.contracting, info.contracting)
+    assert summed == (None, None) or layer.shape[summed[0]] == info.shape[summed[1]]
+    changes = {"shape": layer.shape, "axes": layer.axes, "contracting": layer.contracting}
+    assert dataclasses.replace(info, **changes) == layer
+
+
+@given(declarations(), st.integers(1, 4), st.data())
+@QUICK
+def test_a_declaration_changes_as_specs_and_arrays_do(case, count, data):
+    info, pair = case
+    rank = len(info.shape) + 1
+    axis, target = (data.draw(st.integers(-rank, rank - 1)) for _ in range(2))
+    added = layer_axis.add_scan_axis(info, axis, "layers")
+    check_declared(added, layer_axis.add_scan_axis(pair, axis, "layers"), info)
+    stacked = layer_axis.stack([info] * count, axis, "layers")
+    check_declared(stacked, layer_axis.stack([pair] * count, axis, "layers"), info)
+    assert stacked.is_stacked and stacked.shape[axis] == count
+    for where in (axis, axis % rank, "layers"):
+        assert layer_axis.remove_scan_axis(added, where) == info
+        assert layer_axis.unstack(stacked, where) == [info] * count
+        assert layer_axis.remove_scan_axis(stacked, where, layer=count - 1) == info
+    moved = layer_axis.move_scan_axis(stacked, axis, target)
+    as_pair = Pair(stacked.axes, stacked.abstract)
+    check_declared(moved, layer_axis.move_scan_axis(as_pair, axis, target), info)
+    assert moved == layer_axis.stack([info] * count, target, "layers")
+    assert layer_axis.move_scan_axis(moved, target, axis) == stacked
+    assert layer_axis.declared_layer(stacked) == layer_axis.declared_layer(info) == info
+
+
+def test_what_a_matmul_sums_over_is_not_removed():
+    info = param_info.ParamInfo((1, 8), "float32", ("embed", "mlp"), contracting=-2)
+    with pytest.raises(SpecError, match=r"w\.weight = .*axis 0 is what a matmul sums over"):
+        layer_axis.remove_scan_axis({"w": {"weight": info}}, "embed")
+    other = dataclasses.replace(info, init="zeros")
+    with pytest.raises(SpecError, match="a = .*is declared otherwise in another layer"):
+        layer_axis.stack([{"a": info}, {"a": other}])
+
+
+def of_stacks(m):
+    """For each stack of a model: the declarations of one layer, their number and of the stack."""
+    for stack in stacks_of.of(m.config):
+        one = m.family.layer_infos(stack.cfg, "float32")
+        declared = functools.reduce(lambda tree, part: tree[part], stack.path.split("."), m.infos)
+        yield one, len(stack.layers), declared
+
+
+@pytest.mark.parametrize("family", families.CONFIGS)
+def test_all_that_is_derived_of_a_stack_is_the_stack_of_one_layers(family):
+    """Declarations, their order, quantised layouts in tiles and mesh specs of every family."""
+    m = tiny.model(family)
+    mesh = tiny.mesh(1, 2)
+    for one, count, declared in of_stacks(m):
+        layers = [one] * count
+        assert layer_axis.stack(layers, name="layers") == declared
+        assert list(trees.flatten(declared)) == list(trees.flatten(one))
+        assert layer_axis.unstack(declared, "layers") == layers
+        layout = {"qtype": "int8", "tile_size": 4, "skip": ()}
+        quantised = quant.quantised_infos(one, **layout)
+        stacked = layer_axis.stack([quantised] * count, name="layers")
+        assert stacked == quant.quantised_infos(declared, **layout)
+        for infos, of_stack in ((one, declared), (quantised, stacked)):
+            abstract = jax.tree.map(lambda info: info.abstract, infos)
+            pair = Pair(specs.spec_tree(infos, mesh), abstract)
+            assert layer_axis.stack([pair] * count).specs == specs.spec_tree(of_stack, mesh)
+
+
+def test_a_layer_put_into_a_stack_is_the_one_taken_out():
+    stacked = jnp.arange(24.0).reshape(4, 3, 2)
+
+    @jax.jit
+    def changed(number):
+        layer = layer_axis.layer_of({"w": stacked}, number)["w"] + 100
+        return layer_axis.with_layer(stacked, layer, number)
+
+    for number in range(4):
+        expected = np.array(stacked)
+        expected[number] += 100
+        np.testing.assert_array_equal(changed(number), expected)
+        same_layer = layer_axis.layer_of(changed(number), number)
+        np.testing.assert_array_equal(same_layer, expected[number])
+
+
 # The documentation.
 
 TABLE = pathlib.Path(__file__).parents[2] / "docs" / "scan_axis.md"
 ROWS = [
-    [cell.strip() for cell in re.split(r"\s*\|\s*", line)[1:7]]
+    [cell.strip() for cell in re.split(r"\s*\|\s*", line)[1:6]]
     for line in TABLE.read_text("utf-8").splitlines()
     if re.match(r"\| `(add|remove|move)\(", line)
 ]
@@ -185,7 +290,7 @@ def value(cell):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:3]))
 def test_the_documentations_table(row):
-    call, spec, given_shape, spec_out, shape_out, _ = row
+    call, spec, given_shape, spec_out, shape_out = row
     name, arguments = re.fullmatch(r"`(\w+)\((.*)\)`", call).groups()
     shape, function = value(given_shape), getattr(layer_axis, f"{name}_scan_axis")
     x, keywords = value(spec), {}
@@ -209,7 +314,7 @@ def test_the_documentations_table(row):
 
 
 def test_the_table_was_found():
-    assert len(ROWS) > 40 and all(len(row) == 6 for row in ROWS)
+    assert len(ROWS) > 40 and all(len(row) == 5 for row in ROWS)
 
 
 # Errors.

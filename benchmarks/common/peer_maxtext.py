@@ -1,233 +1,21 @@
-"""Other libraries' trainers for benchmarks/trainers.py: Tunix's and MaxText's.
+"""MaxText's trainers for benchmarks/trainers.py, on batches that purelora's run made.
 
-Each of `tunix`, `maxtext` and `maxtext_on_tunix` sets a trainer up and returns it as a `Way`, whose
-`step` trains on the next of the batches that purelora's run made. A library is imported only when
-its way is asked for.
+MaxText is imported only when a trainer is asked for.
 """
 
 import contextlib
-import functools
-import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
-
-class Way(NamedTuple):
-    """A trainer that is ready to run.
-
-    Attributes:
-      step: takes the next step and returns its loss; and for a mixture of experts the
-        load-balancing loss divided by the number of experts of a token, else None.
-      adapters: how many parameters are trained.
-    """
-
-    step: Callable[[], tuple[float, float | None]]
-    adapters: int
+from common import peers
 
 
-class Task(NamedTuple):
-    """What all trainers do.
-
-    Attributes:
-      shape: name of the file in configs/shapes/small.
-      sizes: the contents of that file.
-      rank: rank of the adapters.
-      alpha: their lora_alpha.
-      tile: tile size of the int8 base.
-      rate: learning rate.
-      balance: coefficient of the load-balancing loss.
-      remat: "none" or "full".
-      devices: number of devices, all along fsdp; each gets one row.
-      length: tokens of a row.
-      folder: where a peer may write.
-    """
-
-    shape: str
-    sizes: Mapping[str, Any]
-    rank: int
-    alpha: float
-    tile: int
-    rate: float
-    balance: float
-    remat: str
-    devices: int
-    length: int
-    folder: str
-
-
-class NotThere(Exception):
-    """A peer that is not installed, or has no such model."""
-
-
-def tried(make: Callable[[], Way]) -> Way | str:
-    """The way, whose first step is known to succeed; or why there is none."""
-    try:
-        way = make()
-        taken = itertools.chain([way.step()], iter(way.step, None))
-        return way._replace(step=functools.partial(next, taken))
-    except NotThere as error:
-        return str(error)
-    except Exception as error:  # Whatever a peer raises belongs in the table.
-        return f"fails: {type(error).__name__}: {' '.join(str(error).split())[:110]}"
-
-
-def need(package: str) -> None:
-    """Raises NotThere without the package."""
-    if importlib.util.find_spec(package) is None:
-        raise NotThere("not installed")
-
-
-def count(module: Any) -> int:
-    """Elements of all adapters of an NNX module. Raises ValueError if it has none."""
-    import jax
-    from flax import nnx
-
-    found = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.LoRAParam)))
-    if not found:
-        raise ValueError("no adapters were injected")
-    return found
-
-
-def tunix(task: Task, mode: str, scan: bool, batches: Sequence[Any]) -> Way:
-    """Tunix's train step as `PeftTrainer.train` calls it; the mode is in the batches' weights."""
-    del mode, scan
-    need("tunix")
-    import jax
-    import numpy as np
-    import optax
-    import qwix
-    from flax import nnx
-    from tunix.sft import peft_trainer
-
-    create, modules = _tunix_model(task)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(task.devices, 1), ("fsdp", "tp"))
-    rules = qwix.LoraProvider(
-        module_path="|".join(f".*{name}" for name in modules),
-        rank=task.rank,
-        alpha=task.alpha,
-        weight_qtype="int8",
-        tile_size=task.tile,
-    )
-
-    def placed(module: Any) -> Any:
-        leaves = nnx.state(module)
-        nnx.update(module, jax.lax.with_sharding_constraint(leaves, nnx.get_partition_spec(leaves)))
-        return module
-
-    with mesh:
-        whole = nnx.jit(lambda: placed(create(nnx.Rngs(0))))()
-        adapted = qwix.apply_lora_to_model(
-            whole, rules, rngs=nnx.Rngs(1), **whole.get_model_input()
-        )
-        settings = peft_trainer.TrainingConfig(eval_every_n_steps=10**6, max_steps=10**6)
-        trainer = peft_trainer.PeftTrainer(placed(adapted), _optimiser(task, optax), settings)
-        step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    feed = map(_for_tunix, batches)
-
-    def run() -> tuple[float, None]:
-        with mesh:
-            loss, *_ = step(jax.device_put(next(feed), rows))
-        return float(loss), None
-
-    return Way(run, count(trainer.model))
-
-
-def _optimiser(task: Task, optax: Any) -> Any:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(task.rate, weight_decay=0.0))
-
-
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-def _tunix_model(task: Task) -> tuple[Callable[[Any], Any], tuple[str, ...]]:
-    """Tunix's model of the task's shape, from its Rngs, and names of the modules to adapt."""
-    if task.shape.startswith("llama3"):
-        return _tunix_llama3(task)
-    if task.shape.startswith("gemma4"):
-        return _tunix_gemma4(task)
-    raise NotThere("no such model")
-
-
-def _tunix_llama3(task: Task) -> tuple[Callable[[Any], Any], tuple[str, ...]]:
-    from tunix.models.llama3 import model as llama3
-
-    c = task.sizes
-    config = llama3.ModelConfig(
-        num_layers=c["num_hidden_layers"],
-        vocab_size=c["vocab_size"],
-        embed_dim=c["hidden_size"],
-        hidden_dim=c["intermediate_size"],
-        num_heads=c["num_attention_heads"],
-        num_kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        rope_theta=int(c["rope_theta"]),
-        norm_eps=c["rms_norm_eps"],
-        remat_config=_remat(task, llama3),
-    )
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", *_MLP)
-    return lambda rngs: llama3.Llama3(config, rngs=rngs), names
-
-
-def _tunix_gemma4(task: Task) -> tuple[Callable[[Any], Any], tuple[str, ...]]:
-    from tunix.models.gemma4 import model as gemma4
-
-    c, kinds = task.sizes, gemma4.AttentionType
-    config = gemma4.ModelConfig(
-        num_layers=c["num_hidden_layers"],
-        num_embed=c["vocab_size"],
-        embed_dim=c["hidden_size"],
-        hidden_dim=c["intermediate_size"],
-        num_heads=c["num_attention_heads"],
-        head_dim=c["head_dim"],
-        num_kv_heads=c["num_key_value_heads"],
-        num_global_kv_heads=c["num_global_key_value_heads"],
-        global_key_size=c["global_head_dim"],
-        sliding_window_size=c["sliding_window"],
-        final_logit_softcap=c["final_logit_softcapping"],
-        k_eq_v_global=c["attention_k_eq_v"],
-        enable_moe=True,
-        num_experts=c["num_experts"],
-        num_experts_per_tok=c["top_k_experts"],
-        expert_dim=c["moe_intermediate_size"],
-        moe_dense_hidden_dim=c["intermediate_size"],
-        attention_pattern=tuple(
-            kinds.GLOBAL if kind == "full_attention" else kinds.LOCAL_SLIDING
-            for kind in c["layer_types"]
-        ),
-        remat_config=_remat(task, gemma4),
-    )
-    names = ("q_einsum", "k_einsum", "kv_einsum", "attn_vec_einsum", *_MLP)
-    return lambda rngs: gemma4.Gemma4(config, rngs=rngs), names
-
-
-def _remat(task: Task, module: Any) -> Any:
-    return module.RematConfig.DECODER if task.remat == "full" else module.RematConfig.NONE
-
-
-def _for_tunix(batch: Any) -> dict[str, Any]:
-    """A batch as Tunix takes it, which shifts tokens and mask by itself."""
-    import numpy as np
-
-    tokens, weights, segments, positions = (
-        np.asarray(array[0])
-        for array in (batch.tokens, batch.weights, batch.segment_ids, batch.positions)
-    )
-    causal = np.tril(np.ones((tokens.shape[1],) * 2, bool))
-    return {
-        "input_tokens": tokens,
-        "input_mask": np.pad(weights[:, :-1], ((0, 0), (1, 0))) > 0,
-        "positions": positions,
-        "attention_mask": (segments[:, :, None] == segments[:, None, :]) & causal,
-    }
-
-
-def maxtext(task: Task, mode: str, scan: bool, batches: Sequence[Any]) -> Way:
+def maxtext(task: peers.Task, mode: str, scan: bool, batches: Sequence[Any]) -> peers.Way:
     """The step of MaxText's train loop, which pretraining and SFT share."""
-    need("maxtext")
+    peers.need("maxtext")
     with _quiet():
         config, recorder = _maxtext_config(task, mode, scan)
         import jax
@@ -239,7 +27,7 @@ def maxtext(task: Task, mode: str, scan: bool, batches: Sequence[Any]) -> Way:
         with _injected():
             ready = train_utils.setup_train_loop(config, recorder)
         placements, mesh, whole = ready[2], ready[4], ready[10]
-        adapters = count(whole.model)
+        adapters = peers.count(whole.model)
         graph, state = nnx.split(whole)
         params, placements = sharding.maybe_update_params_sharding_with_opt(config, placements)
         step, _ = train_utils.jit_train_and_eval_step(
@@ -261,13 +49,13 @@ def maxtext(task: Task, mode: str, scan: bool, batches: Sequence[Any]) -> Way:
         balance = float(said["learning/moe_lb_loss"]) / task.balance
         return float(said["learning/lm_loss"]), balance if config.num_experts > 1 else None
 
-    return Way(run, adapters)
+    return peers.Way(run, adapters)
 
 
-def maxtext_on_tunix(task: Task, mode: str, scan: bool, batches: Sequence[Any]) -> Way:
+def maxtext_on_tunix(task: peers.Task, mode: str, scan: bool, batches: Sequence[Any]) -> peers.Way:
     """MaxText's SFT trainer: Tunix's with a model of MaxText, which injects adapters by itself."""
-    need("maxtext")
-    need("tunix")
+    peers.need("maxtext")
+    peers.need("tunix")
     with _quiet():
         config, recorder = _maxtext_config(task, mode, scan)
         import jax
@@ -288,7 +76,7 @@ def maxtext_on_tunix(task: Task, mode: str, scan: bool, batches: Sequence[Any]) 
         balance = float(said["moe_lb_loss"]) / task.balance
         return loss, balance if config.num_experts > 1 else None
 
-    return Way(run, count(trainer.model))
+    return peers.Way(run, peers.count(trainer.model))
 
 
 _MAXTEXT_MODELS = {"llama3_1": "llama3.1-8b", "gemma4_26b": "gemma4-26b", "mixtral": "mixtral-8x7b"}
@@ -311,11 +99,11 @@ _MAXTEXT_SIZES = {
 }
 
 
-def _maxtext_sizes(task: Task) -> dict[str, Any]:
+def _maxtext_sizes(task: peers.Task) -> dict[str, Any]:
     """The keys of MaxText's config that give a model the task's shape."""
     model = next((m for s, m in _MAXTEXT_MODELS.items() if task.shape.startswith(s)), None)
     if model is None:
-        raise NotThere("no such model")
+        raise peers.NotThere("no such model")
     # Families differ in what they call a size, and leave out or set to null what they have not.
     named = [(theirs, task.sizes.get(ours)) for ours, theirs in _MAXTEXT_SIZES.items()]
     sizes = {theirs: value for theirs, value in named if value is not None}
@@ -327,7 +115,7 @@ def _maxtext_sizes(task: Task) -> dict[str, Any]:
     return {"model_name": model, "override_model_config": True, **sizes}
 
 
-def _maxtext_config(task: Task, mode: str, scan: bool) -> tuple[Any, Any]:
+def _maxtext_config(task: peers.Task, mode: str, scan: bool) -> tuple[Any, Any]:
     """MaxText's settings for the task, and its recorder."""
     os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # Read when it is imported.
     from maxtext.trainers.pre_train import train

@@ -29,7 +29,7 @@ LEARNING_RATE = 64.0  # A power of two, so that gradients are read off an SGD st
 @contextlib.contextmanager
 def quick_compiles() -> Iterator[None]:
     """Halves the time to compile; results differ by rounding only."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -1,5 +1,7 @@
 """What the README and docs/ point to exists."""
 
+import re
+
 import pytest
 
 from tests.support import documents
@@ -39,6 +41,16 @@ def test_the_readme_is_short_and_maps_every_package():
         f"purelora/{init.parent.name}" for init in documents.REPO.glob("purelora/*/__init__.py")
     }
     assert packages <= set(documents.links(readme))
+
+
+def test_the_example_in_python_is_that_of_its_page():
+    """That page's is run; the README leaves lines out."""
+    example, page = (
+        re.search(r"```python\n(.*?)```", (documents.REPO / name).read_text(), re.DOTALL)[1]
+        for name in ("README.md", "docs/python.md")
+    )
+    rest = iter(page.splitlines())
+    assert all(line in rest for line in example.splitlines() if line)
 
 
 def test_a_link_to_nothing_is_noticed():

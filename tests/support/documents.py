@@ -35,11 +35,13 @@ def commands() -> list[Command]:
 def commands_of(text: str) -> list[tuple[str, ...]]:
     """The commands in blocks of `sh`, in indented blocks and in code within the text.
 
-    Left out are a path into the virtual environment and settings of the environment.
+    Left out are a path into the virtual environment and settings of the environment;
+    `purelora train` is given as `python -m purelora.train`.
     """
     blocks = _FENCED.findall(text)
     rest = _FENCED.sub("", text)
-    blocks += _INDENTED.findall(rest) + _INLINE.findall(_INDENTED.sub("", rest))
+    blocks += _INDENTED.findall(rest)
+    blocks += [" ".join(code.split()) for code in _INLINE.findall(_INDENTED.sub("", rest))]
     lines = [
         part
         for block in blocks
@@ -53,7 +55,10 @@ def _words(line: str) -> tuple[str, ...]:
     words = shlex.split(line, comments=True)
     while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
         del words[0]
-    return tuple(word.removeprefix(".venv/bin/") for word in words)
+    words = [word.removeprefix(".venv/bin/") for word in words]
+    if words and words[0] == "purelora":
+        words[:2] = ["python", "-m", f"purelora.{words[1]}"]
+    return tuple(words)
 
 
 def links(text: str) -> list[str]:

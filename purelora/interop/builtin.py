@@ -87,7 +87,7 @@ def default_cache() -> str:
 
 def tiny(seed: int = 0) -> Model:
     """A random two-layer Llama with a byte-level tokenizer, for tests and first steps."""
-    made = byte_tokenizer()
+    byte_level = byte_tokenizer()
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -98,7 +98,7 @@ def tiny(seed: int = 0) -> Model:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "vocab_size": made.vocab_size,
+        "vocab_size": byte_level.vocab_size,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -106,7 +106,9 @@ def tiny(seed: int = 0) -> Model:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    return Model(source.ArraySource(TINY, config, random_weights.drawn(config, seed=seed)), made)
+    return Model(
+        source.ArraySource(TINY, config, random_weights.drawn(config, seed=seed)), byte_level
+    )
 
 
 def _open_path(path: str) -> Model:
@@ -148,7 +150,7 @@ def check_vocabulary(model: Model) -> None:
 
 
 def byte_tokenizer() -> tokenizer.Tokenizer:
-    """A token for each byte, and those of a chat template."""
+    """A tokenizer with a token for each byte, and those of the ChatML template."""
     cutters = tokenizers.pre_tokenizers
     alphabet = {character: i for i, character in enumerate(sorted(cutters.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))

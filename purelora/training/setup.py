@@ -70,6 +70,7 @@ def open_and_plan(
 
     It runs on `devices`, by default all there are.
     """
+    optimisers.check(settings.optim)
     with runtime.main_first("model"):
         model = open_model.open_model(
             settings.model.path,

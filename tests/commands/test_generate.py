@@ -23,7 +23,7 @@ from purelora.models import causal_lm, decode
 from purelora.training import compilation
 from purelora.weights import load as weights_load
 from purelora.weights import random_weights
-from tests.support import runs, tiny
+from tests.support import runs
 
 REPO = pathlib.Path(__file__).parents[2]
 CONFIG = builtin.tiny().source.config
@@ -42,12 +42,6 @@ def tiny_opened() -> builtin.Model:
         for name, array in random_weights.drawn(CONFIG, seed=0).items()
     }
     return builtin.Model(source.ArraySource("tiny", CONFIG, arrays), builtin.tiny().tokenizer)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ The messages of a `prompt` list are context: they do not train. Other columns ar
 import dataclasses
 import difflib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from purelora.core import errors
@@ -88,6 +88,22 @@ class Chat:
 
 
 Record = Text | Chat
+
+
+def of_rows(rows: Iterable[Mapping[str, Any]], where: str = "records") -> list[Record]:
+    """The records of rows in memory, of the shapes above; all problems in one DataError."""
+    problems: list[errors.Problem] = []
+    records: list[Record] = []
+    for number, row in enumerate(rows):
+        try:
+            records.append(_record(row, f"{where}[{number}]"))
+        except errors.DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise errors.DataError.of(errors.first(problems, where))
+    if not records:
+        raise errors.DataError(where, None, "holds no records", "add at least one row")
+    return records
 
 
 def read(path: pathlib.Path) -> list[Record]:

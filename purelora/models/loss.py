@@ -84,7 +84,7 @@ def xent_sum(
       softcap: c in `c · tanh(logit / c)`; None: no cap.
       dropout: dropout on the input of the head's adapters.
     """
-    x_BTD = head.parallel.spread(x_BTD)
+    x_BTD = head.parallel.copy_to(x_BTD)
     is_dropped = dropout is not None and layers.takes_dropout(head)
     adapter_x = dropout(x_BTD, head) if dropout is not None and is_dropped else x_BTD
     count = targets_BT.size

@@ -16,7 +16,7 @@ import numpy as np
 import qwix
 
 from purelora.checkpoint import store
-from purelora.config import schema as config
+from purelora.config import schema
 from purelora.core import errors, param_info, trees
 from purelora.formats import source
 from purelora.interop import builtin, pip_download
@@ -181,7 +181,7 @@ def _check_base(
         what = "holds adapters without their base"
         remedy = f"set model.path={base_path} and init_adapter={where}"
         raise errors.CheckpointError(where, None, what, remedy)
-    if meta["config"]["lora.init_lora_weights"] in config.FACTORED_INITS:
+    if meta["config"]["lora.init_lora_weights"] in schema.FACTORED_INITS:
         init = meta["config"]["lora.init_lora_weights"]
         what = f"holds a base that its initial adapters were taken out of ({init})"
         raise errors.CheckpointError(where, None, what, f"set model.path={base_path}")

@@ -162,7 +162,7 @@ class RunSource:
         return source.Tensor(array, source.digest("F32", array.shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor, in float32; all of them are in memory."""
+        """The values of a tensor in `box`, in float32."""
         return self.read(name).array[box]
 
     def in_layout(self, infos: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -196,7 +196,7 @@ def _check_base(
 def _joined(
     arrays: Mapping[str, np.ndarray], model: causal_lm.CausalLM, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Leaves of a base from arrays: `.qvalue` and `.scale` of a weight are one QArray."""
+    """Leaves of a base from saved arrays; `.qvalue` and `.scale` of a weight make one QArray."""
     qtype, tile_size = settings["quant.qtype"], settings["quant.tile_size"]
     infos = quant.quantised_infos(
         model.infos, qtype=qtype, tile_size=tile_size, skip=settings["quant.skip"]

@@ -10,14 +10,13 @@ is zero in all leaves with a rank, which makes the gradients of all of them exac
 it stays zero without a mask.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from purelora.core import param_info, trees
+from purelora.core import layer_axis, param_info, trees
 from purelora.core.paths import Path
 from purelora.lora import kinds
 from purelora.lora.targets import EMBEDDING, AdaptableModule, Adaptation, Target
@@ -35,11 +34,12 @@ def adapter_infos(
     """
     flat: dict[str, param_info.ParamInfo] = {}
     for path, target in targets.items():
-        weight = modules[path].weight
-        if weight.is_stacked:
-            weight = _layer(weight)
-        for name, info in kinds.of_target(target).declare(weight, target, init).items():
-            flat[f"{path}.{name}"] = _stacked(info, len(target.layers)) if target.layers else info
+        weight = layer_axis.declared_layer(modules[path].weight)
+        declared = kinds.of_target(target).declare(weight, target, init)
+        if target.layers:
+            layers = [declared] * len(target.layers)
+            declared = layer_axis.stack(layers, name=layer_axis.LAYERS)
+        flat |= {f"{path}.{name}": info for name, info in declared.items()}
     return trees.unflatten(flat)
 
 
@@ -66,14 +66,6 @@ def trained_infos(
         rows = kinds.TOKEN_ROWS.declared(table, len(adaptation.token_ids))
         flat[kinds.TOKEN_ROWS.path] = rows
     return trees.unflatten(flat)
-
-
-def _layer(info: param_info.ParamInfo) -> param_info.ParamInfo:
-    return dataclasses.replace(info, shape=info.shape[1:], axes=info.axes[1:])
-
-
-def _stacked(info: param_info.ParamInfo, count: int) -> param_info.ParamInfo:
-    return dataclasses.replace(info, shape=(count, *info.shape), axes=("layers", *info.axes))
 
 
 def initial(infos: trees.Tree, targets: Mapping[str, Target], *, key: jax.Array) -> trees.Tree:

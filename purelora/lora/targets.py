@@ -94,6 +94,11 @@ class Adaptation:
     token_ids: tuple[int, ...] = ()
 
 
+def is_trained(path: str, adaptation: Adaptation | None) -> bool:
+    """Whether the model's own leaf at `path` is trained; see `split_trained`."""
+    return adaptation is None or path in adaptation.full
+
+
 class Parts(NamedTuple):
     """Leaves by path: those that are trained whole, and those that stay frozen."""
 
@@ -108,7 +113,7 @@ def split_trained(flat: Mapping[str, Any], adaptation: Adaptation | None) -> Par
       flat: the model's own leaves by path: declarations, specs or arrays, without adapters.
       adaptation: what is trained beside the base; None if every weight is trained.
     """
-    trained = {p: leaf for p, leaf in flat.items() if adaptation is None or p in adaptation.full}
+    trained = {p: leaf for p, leaf in flat.items() if is_trained(p, adaptation)}
     return Parts(trained, {path: leaf for path, leaf in flat.items() if path not in trained})
 
 

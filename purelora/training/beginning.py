@@ -160,8 +160,8 @@ def through_boundary(
     plan: Plan, base: trees.Tree, trainable: trees.Tree
 ) -> tuple[trees.Tree, trees.Tree]:
     """Base and trained leaves into the NNX module, and out of it: the same two trees."""
-    full = plan.model.adaptation.full
-    chosen = nnx_boundary.trainable_filter(plan.config.lora.enabled, full)
+    adaptation = plan.model.adaptation if plan.config.lora.enabled else None
+    chosen = nnx_boundary.trainable_filter(adaptation)
     split = nnx_boundary.split(to_nnx(plan, base, trainable), chosen)
     return split.base, split.trainable
 

@@ -70,7 +70,7 @@ def _fresh(run: Plan) -> dict[str, jax.Array]:
 
 
 def _from_weights(run: Plan, base: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Leaves that begin as the weights say, such as DoRA's magnitudes."""
+    """Leaves of kinds that begin as the weights say."""
     initial: dict[str, jax.Array] = {}
     for path, target in run.model.adaptation.targets.items():
         if not kinds.of_target(target).begins_at_weight:

@@ -16,7 +16,7 @@ from flax import nnx
 from purelora.core import errors, trees
 from purelora.core.batch import Batch, Inputs
 from purelora.core.paths import Path
-from purelora.lora import kinds
+from purelora.lora import kinds, targets
 from purelora.models.loss import Losses
 from purelora.training.step import Forward
 
@@ -80,22 +80,20 @@ def wrap(base: trees.Tree, adapters: trees.Tree, specs: trees.Tree, apply: Apply
     return LanguageModel(trees.combine(base, adapters), specs, apply)
 
 
-def trainable_filter(lora_enabled: bool, full: Sequence[str] = ()) -> Any:
-    """What is trained: with LoRA the adapters and the leaves called `full`, else every parameter.
+def trainable_filter(adaptation: targets.Adaptation | None) -> Any:
+    """What is trained: the adapters and the leaves that are trained whole, or every parameter.
 
     Args:
-      lora_enabled: whether there are adapters.
-      full: dotted paths of leaves that are trained whole.
+      adaptation: what is trained beside the base; None if every weight is.
     """
-    if not lora_enabled:
+    if adaptation is None:
         return nnx.Param
-    paths = set(full)
 
-    def is_full(path: tuple[Any, ...], value: Any) -> bool:
+    def is_whole(path: tuple[Any, ...], value: Any) -> bool:
         del value
-        return ".".join(map(str, path)) in paths
+        return targets.is_trained(Path.of(map(str, path)), adaptation)
 
-    return nnx.Any(nnx.LoRAParam, is_full)
+    return nnx.Any(nnx.LoRAParam, is_whole)
 
 
 class Split(NamedTuple):

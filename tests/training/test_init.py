@@ -45,6 +45,15 @@ FEATURES = {
         "--config.lora.trainable_token_indices=65,66",
         "--config.lora.target_modules=v_proj,lm_head",
     ),
+    "ia3": (
+        "--config.lora.peft_type=ia3",
+        "--config.lora.target_modules=k_proj,v_proj,down_proj",
+        "--config.optim.learning_rate=0.1",
+    ),
+    "loha": (
+        "--config.lora.peft_type=loha",
+        "--config.lora.rank_pattern={'layers.1.self_attn.q_proj': 7}",
+    ),
     "embedding": (
         "--config.lora.target_modules=embed_tokens,q_proj",
         "--config.checkpoint.save_base=True",

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from purelora.core import errors, param_info, trees
 from purelora.core.batch import Inputs
 from purelora.interop import builtin
+from purelora.lora import targets
 from purelora.models import causal_lm
 from purelora.ops import quant
 from purelora.sharding import rules, specs
@@ -42,7 +43,7 @@ def make(qtype: str = "int8"):
 def test_trees_survive_the_round_trip(qtype):
     model, base, adapters, placed = make(qtype)
     module = nnx_boundary.wrap(base, adapters, placed, model.logits)
-    split = nnx_boundary.split(module, nnx_boundary.trainable_filter(lora_enabled=True))
+    split = nnx_boundary.split(module, nnx_boundary.trainable_filter(targets.Adaptation()))
     chex.assert_trees_all_equal(split.trainable, adapters)
     chex.assert_trees_all_equal(split.base, base)
     again = nnx_boundary.merge(split.graphdef, split.trainable, split.base)
@@ -80,7 +81,7 @@ def test_leaves_have_their_kind_and_sharding_metadata():
 def test_without_lora_every_parameter_is_trained_and_the_base_is_empty():
     model, base, _, placed = make("none")
     module = nnx_boundary.wrap(base, {}, placed, model.logits)
-    split = nnx_boundary.split(module, nnx_boundary.trainable_filter(lora_enabled=False))
+    split = nnx_boundary.split(module, nnx_boundary.trainable_filter(None))
     chex.assert_trees_all_equal(split.trainable, base)
     assert split.base == {}
 

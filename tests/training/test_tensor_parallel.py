@@ -16,16 +16,11 @@ from purelora.training.plan import Plan
 from tests.support import compiled_steps, plain_step, tiny
 from tests.support.tiny import Case
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 ALL = r".*(proj|lm_head|embed_tokens)"
 FEATURES = {
     "dora": (("use_dora", True),),
+    "ia3": (("peft_type", "ia3"), ("target_modules", r".*(k|v|o|up|down)_proj")),
+    "loha": (("peft_type", "loha"),),
     "embedding": (("target_modules", ALL),),
     "tokens": (("trainable_token_indices", (3, 40, 63)),),
     "whole": (("modules_to_save", ("embed_tokens", "down_proj", "norm")),
@@ -39,7 +34,7 @@ FEATURES = {
 def test_features_are_those_of_one_device(feature):
     """Gradients of all that is trained, from trained values, by one SGD step."""
     batch, head = tiny.flat_batch(), feature == "tokens"
-    biased = (("attention_bias", True), ("mlp_bias", True)) if feature == "biases" else ()
+    biased = (("attention_bias", True), ("mlp_bias", True)) if feature in ("biases", "ia3") else ()
     one = Case(head=head, changes=FEATURES[feature], model=biased)
     many = dataclasses.replace(one, data=2, fsdp=2, tensor=2, accum=2, sharded=True)
     wanted, wanted_metrics = plain_step.one_step(one, batch)

@@ -68,7 +68,7 @@ def agreed_step(
 
     step: int | None = runtime.from_main("step to resume from", find)
     if step is not None and not runtime.is_main():
-        checkpoints.trust(step)
+        checkpoints.mark_verified(step)
     return step
 
 

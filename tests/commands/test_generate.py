@@ -22,6 +22,7 @@ from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode
 from purelora.training import compilation
 from purelora.weights import load as weights_load
+from purelora.weights import random_weights
 from tests.support import runs
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def tiny_opened() -> builtin.Model:
     """The tiny model with weights so large that it does not just repeat its last token."""
     arrays = {
         name: array * 20 if array.ndim == 2 else array
-        for name, array in builtin.random_llama(CONFIG, 0).items()
+        for name, array in random_weights.drawn(CONFIG, seed=0).items()
     }
     return builtin.Model(source.ArraySource("tiny", CONFIG, arrays), builtin.tiny().tokenizer)
 

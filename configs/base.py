@@ -179,12 +179,17 @@ def get_config() -> config_dict.ConfigDict:
     c.data.unnested_template = "raise"
 
     c.optim = config_dict.ConfigDict()
-    # "adamw" or "sgd".
+    # The optimiser: "adamw", "sgd", or another name in OPTIMISERS of
+    # purelora/training/optimisers.py.
     c.optim.name = "adamw"
+    # An optimiser of your own in its place: "module:function", found in the folder of the config or
+    # the current one. The function is given these settings and returns an
+    # optax.GradientTransformation without learning rate, such as optax.scale_by_lion().
+    c.optim.factory = optional(None, str)
     # Peak learning rate. [a float32 above 0]
     c.optim.learning_rate = 0.0002
     # The learning rate after the warm-up: "constant", or "linear" or "cosine" down to min_lr_ratio
-    # times the peak.
+    # times the peak, or another name in SCHEDULES of that file.
     c.optim.schedule = "cosine"
     # What is left of the learning rate at the end of the decay. [from 0 to 1]
     c.optim.min_lr_ratio = 0.1

@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from purelora.training import compilation
+from tests.support import lanes
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -34,6 +35,11 @@ def _compiled_programs(pytestconfig: pytest.Config) -> None:
     if pytestconfig.cache is not None:
         compilation.use_cache(str(pytestconfig.cache.mkdir("compiled")))
         jax.block_until_ready(jax.jit(jax.numpy.negative)(1.0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lanes.mark(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -188,8 +188,8 @@ def _most_rows(
     def peak_of(rows: int) -> int:
         batch_size = rows * specs.row_ways(plan.mesh) * c.accum_steps
         tried = dataclasses.replace(c, batch_size=batch_size)
-        made = planning.make_plan(tried, hf_config, c.model.path, devices)
-        return footprint.compiled(made).peak_bytes
+        plan_of_rows = planning.make_plan(tried, hf_config, c.model.path, devices)
+        return footprint.compiled(plan_of_rows).peak_bytes
 
     return footprint.most_rows(peak_of, int(memory_gb * 1e9), _MOST_ROWS)
 

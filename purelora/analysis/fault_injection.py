@@ -18,7 +18,7 @@ _LINE = re.compile(r"(start|resume|eval|step|save|finish)(?: at step)? (\d+)(?::
 
 
 class Phase(NamedTuple):
-    """What a run is doing, and of which step (0 before the first)."""
+    """What a run is doing, and in which step (0 before the first)."""
 
     name: Literal["start", "compile", "eval", "step", "save", "end"]
     step: int
@@ -108,7 +108,7 @@ class Child:
         self._reader.join()
 
     def run(self, moment: Moment | None, *, last_save: int | None) -> int | None:
-        """Lets it run until it ends, or kills it with SIGKILL.
+        """Waits until the run ends, or kills it with SIGKILL.
 
         Args:
           moment: when to kill it; None: not at all.

@@ -50,7 +50,7 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
-        """Everything that is there at once, at the worst."""
+        """The largest number of bytes that are in use at once."""
         return self.argument_bytes + self.temp_bytes
 
     @property
@@ -79,7 +79,7 @@ def compiled(plan: Plan) -> Footprint:
 
 
 def program_of(plan: Plan) -> hlo.Program:
-    """The plan's compiled step as text, read."""
+    """The HLO of the plan's compiled step."""
     return hlo.Program.of(_compile(plan)[1].as_text())
 
 
@@ -98,7 +98,7 @@ def formula(
     devices: Sequence[jax.Device],
     depths: tuple[int, int] = DEPTHS,
 ) -> Footprint:
-    """What the step of a model needs, from two of its kind with fewer layers.
+    """Extrapolates what a step needs from steps of the same model with fewer layers.
 
     Args:
       settings: the configuration.
@@ -146,13 +146,13 @@ def _extended_traffic(
 ) -> list[hlo.Traffic]:
     """The collectives at the full depth, kind by kind."""
     before = {(t.kind, t.dtypes, t.group_size): t for t in few}
-    found = []
+    traffic = []
     for t in more:
         key = (t.kind, t.dtypes, t.group_size)
         old = before.get(key, t._replace(runs=0, received_bytes=0))
         size = extended(old.received_bytes, t.received_bytes)
-        found.append(t._replace(runs=extended(old.runs, t.runs), received_bytes=size))
-    return sorted(found, key=lambda row: -row.received_bytes)
+        traffic.append(t._replace(runs=extended(old.runs, t.runs), received_bytes=size))
+    return sorted(traffic, key=lambda row: -row.received_bytes)
 
 
 def _shallow(hf_config: Mapping[str, Any], depth: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _AXIS_NAME = re.compile(r"'([\w.-]+)'(?::\(\d+\)(\d+))?")
 
 
 class Array(NamedTuple):
-    """A type as HLO writes it: `f32[3,4]`."""
+    """Dtype and shape of an array in HLO: `f32[3,4]`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -196,12 +196,12 @@ class Program:
     @functools.cached_property
     def looped(self) -> frozenset[str]:
         """Names of all computations that a while loop runs, directly or through calls."""
-        found: set[str] = set()
+        looped: set[str] = set()
         for name in self._callers_first:
             for instruction in self.computations[name]:
-                if name in found or instruction.kind == "while":
-                    found.update(callee for _, callee in instruction.called)
-        return frozenset(found & self.computations.keys())
+                if name in looped or instruction.kind == "while":
+                    looped.update(callee for _, callee in instruction.called)
+        return frozenset(looped & self.computations.keys())
 
     @property
     def unknown_loops(self) -> tuple[str, ...]:
@@ -219,23 +219,25 @@ class Program:
     @functools.cached_property
     def _communicating(self) -> frozenset[str]:
         """Names of the computations that contain collectives or call one that does."""
-        found: set[str] = set()
+        communicating: set[str] = set()
         for name in reversed(self._callers_first):
             for instruction in self.computations[name]:
-                called = any(callee in found for _, callee in instruction.called)
+                called = any(callee in communicating for _, callee in instruction.called)
                 if called or instruction.kind in COLLECTIVES:
-                    found.add(name)
-        return frozenset(found)
+                    communicating.add(name)
+        return frozenset(communicating)
 
     def instructions(self, kind: str, *, looped: bool | None = None) -> Iterator[Instruction]:
-        """The instructions of a kind; `looped`: only those inside or only those outside loops."""
+        """The instructions with an opcode, all or only those inside (outside) loops."""
         for name, body in self.computations.items():
             if looped is None or (name in self.looped) == looped:
                 yield from (instruction for instruction in body if instruction.kind == kind)
 
     def results(self, kind: str, *, looped: bool | None = None) -> list[Array]:
-        """The arrays that `instructions` of a kind give, those of tuples one by one."""
-        return [a for found in self.instructions(kind, looped=looped) for a in found.result]
+        """The result arrays of these `instructions`, those of tuples one by one."""
+        return [
+            a for instruction in self.instructions(kind, looped=looped) for a in instruction.result
+        ]
 
     def collectives(self) -> list[Collective]:
         """All collectives that run, in the order of the text."""
@@ -254,12 +256,12 @@ class Program:
 
     def traffic(self) -> list[Traffic]:
         """The collectives that move anything, by kind, those that move most first."""
-        found: dict[tuple[str, tuple[str, ...], int], tuple[int, int]] = {}
+        totals: dict[tuple[str, tuple[str, ...], int], tuple[int, int]] = {}
         for c in self.collectives():
             key = (c.kind, c.dtypes, c.group_size)
-            runs, size = found.get(key, (0, 0))
-            found[key] = (runs + c.runs, size + c.runs * c.received_bytes)
-        rows = [Traffic(*key, runs, size) for key, (runs, size) in found.items() if size]
+            runs, size = totals.get(key, (0, 0))
+            totals[key] = (runs + c.runs, size + c.runs * c.received_bytes)
+        rows = [Traffic(*key, runs, size) for key, (runs, size) in totals.items() if size]
         return sorted(rows, key=lambda row: -row.received_bytes)
 
     @functools.cached_property
@@ -292,9 +294,9 @@ class Program:
 
 def _instruction(line: str) -> Instruction:
     name, _, rest = line.removeprefix("ROOT ").partition(" = ")
-    found = _OPCODE.search(f" {rest}")
-    opcode = found[1] if found else ""
-    result = tuple(arrays(rest[: found.start()] if found else rest))
+    match = _OPCODE.search(f" {rest}")
+    opcode = match[1] if match else ""
+    result = tuple(arrays(rest[: match.start()] if match else rest))
     if opcode.endswith("-start"):
         opcode = opcode.removesuffix("-start")
         result = _arrived(opcode, result)
@@ -302,7 +304,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _arrived(opcode: str, result: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of the result of an asynchronous start, (operands, results, contexts), the results."""
+    """The results among what an asynchronous start gives: (operands, results, contexts)."""
     if opcode == "all-gather":
         return result[len(result) // 2 :]
     return result[1:2] if opcode == "collective-permute" else result
@@ -333,13 +335,13 @@ def group_size(line: str, devices: int) -> int:
     """
     if "source_target_pairs=" in line:
         return 2
-    found = _GROUPS.search(line)
-    if found is None:
+    match = _GROUPS.search(line)
+    if match is None:
         return devices
-    if found["iota"]:
-        return int(found["shape"].rpartition(",")[2])
-    if found["mesh"]:
-        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found["sizes"])}
-        used = _AXIS_NAME.findall(found["axes"])
+    if match["iota"]:
+        return int(match["shape"].rpartition(",")[2])
+    if match["mesh"]:
+        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(match["sizes"])}
+        used = _AXIS_NAME.findall(match["axes"])
         return math.prod(int(part) if part else sizes[name] for name, part in used)
-    return found["first"].count(",") + 1
+    return match["first"].count(",") + 1

@@ -45,7 +45,7 @@ class ResumeProof:
         self._evaluates = evaluates
 
     def problems(self) -> list[str]:
-        """Makes both runs and says what differs.
+        """Makes both runs and returns what differs between them.
 
         Raises:
           ConfigError: the run does not even come to its end unbroken.
@@ -67,7 +67,7 @@ class ResumeProof:
         return [*self._state_problems(), *self._record_problems(last)]
 
     def _break(self, marks: Sequence[fault_injection.Mark], last: int) -> str | None:
-        """The broken run, until it is complete; says what went wrong if it does not get there."""
+        """Makes the run that is killed and resumed; returns what went wrong, None if nothing."""
         moments = fault_injection.Moments(
             marks,
             save_secs=self._save_secs(marks),
@@ -169,7 +169,7 @@ def differences(wanted: Mapping[str, np.ndarray], leaves: Mapping[str, np.ndarra
 
 
 class _Record(NamedTuple):
-    """What must be equal of a record: times need not be."""
+    """The fields of a record that must be equal in both runs; times need not be."""
 
     kind: str
     step: int

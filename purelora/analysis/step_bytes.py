@@ -39,8 +39,8 @@ class Parts:
       activations: what one micro-batch's forward pass leaves for its backward pass.
       gradients: one gradient of each trained leaf, as the loops hold it.
       logits: one loss chunk's logits.
-      gathered_layer: the weights of one layer that are made whole, in their stored dtype.
-      gathered_table: the largest weight outside of the layers that is made whole, likewise.
+      gathered_layer: the weights of one layer that are gathered, in their stored dtype.
+      gathered_table: the largest weight outside of the layers that is gathered, likewise.
     """
 
     base: Mapping[str, int]
@@ -55,12 +55,12 @@ class Parts:
 
     @property
     def arguments(self) -> int:
-        """Everything that is there before the step begins."""
+        """Bytes of the arguments of the step."""
         return sum(self.base.values()) + self.trained + self.moments + self.batch
 
 
 class StepParts(NamedTuple):
-    """What a plan's step is made with."""
+    """The optimiser and the layout of a plan's step."""
 
     tx: optax.GradientTransformation
     layout: steps.Layout
@@ -99,7 +99,7 @@ def base_bytes(plan: Plan) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of placed ShapeDtypeStructs."""
+    """Bytes on one device of a tree of ShapeDtypeStructs with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -107,7 +107,7 @@ def _bytes(tree: Any) -> int:
 
 
 def counted(plan: Plan, arguments: Arguments) -> Parts:
-    """Everything that shapes and shardings alone tell."""
+    """Counts the bytes of each part from shapes and shardings."""
     base: dict[str, int] = {}
     for leaf in jax.tree.leaves(arguments.base):
         base[leaf.dtype.name] = base.get(leaf.dtype.name, 0) + _bytes(leaf)
@@ -143,11 +143,11 @@ def kept_bytes(plan: Plan, arguments: Arguments) -> int:
         total, pull, losses = jax.vjp(
             lambda t: forward(t, base, batch, **rest), trainable, has_aux=True
         )
-        given = {id(array) for array in jax.tree.leaves((trainable, base, batch, rest))}
+        inputs = {id(array) for array in jax.tree.leaves((trainable, base, batch, rest))}
         # One array may be a residual of several operations.
         residuals = {id(array): array for array in jax.tree.leaves(pull)}
         kept.append(
-            sum(a.size * a.dtype.itemsize for name, a in residuals.items() if name not in given)
+            sum(a.size * a.dtype.itemsize for name, a in residuals.items() if name not in inputs)
         )
         return total, losses
 
@@ -158,7 +158,7 @@ def kept_bytes(plan: Plan, arguments: Arguments) -> int:
 
 
 def _axis_size(plan: Plan, spec: Any, *, gathered: bool) -> int:
-    """Into how many parts a spec splits an array: those that are gathered, or the others."""
+    """Product of the sizes of a spec's mesh axes: of those that are gathered, or of the others."""
     axes = [axis for axis in spec if axis is not None]
     return math.prod(plan.mesh.shape[a] for a in axes if (a in rules.BATCH_AXES) == gathered)
 

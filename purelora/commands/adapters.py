@@ -1,4 +1,4 @@
-"""Arithmetic of adapters of one base: writes a new PEFT folder.
+"""Scales, adds, averages or truncates adapters of one base, and writes a new PEFT folder.
 
     python -m purelora.adapters --op=average --adapter=runs/a --adapter=runs/b --output=mean
     python -m purelora.adapters --op=truncate --r=8 --adapter=runs/a --output=small
@@ -24,7 +24,7 @@ from typing import Literal
 
 from purelora.config import command_line
 from purelora.core import errors
-from purelora.formats import atomic_output as output
+from purelora.formats import atomic_output
 from purelora.interop.peft import adapter_sources, algebra, artefact
 from purelora.interop.peft import files as peft_files
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     options = command_line.options(Options, argv)
     _check(options)
-    output.check_free(options.output)
+    atomic_output.check_free(options.output)
     adapters = [adapter_sources.open_adapter(path) for path in options.adapter]
     for adapter in adapters:
         _say(adapter.path, adapter.notes)
@@ -96,9 +96,9 @@ def _check(options: Options) -> None:
         what = f"is given {count} times, {options.op} takes {least if most == least else 'several'}"
         problems.append(errors.Problem("--adapter", list(options.adapter), what, ""))
     for name in ("factor", "t", "weight"):
-        given = getattr(options, name) not in (None, ())
-        if given != (name == needed):
-            what = "has no effect" if given else "is missing"
+        is_set = getattr(options, name) not in (None, ())
+        if is_set != (name == needed):
+            what = "has no effect" if is_set else "is missing"
             problems.append(errors.Problem(f"--{name}", None, f"{what} with --op={options.op}", ""))
     if options.op == "truncate" and options.r is None:
         problems.append(errors.Problem("--r", None, "is missing with --op=truncate", ""))

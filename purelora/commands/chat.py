@@ -62,23 +62,23 @@ def main(argv: Sequence[str]) -> int:
     options = command_line.options(Options, argv)
     loaded_model.check(list(options.problems()))
     paths = loaded_model.adapter_paths(options.adapter)
-    known = [loaded_model.BASE, *paths]
-    voice = options.use or (known[1] if paths else loaded_model.BASE)
-    if voice not in known:
-        raise loaded_model.unknown_name("--use", voice, known)
+    names = [loaded_model.BASE, *paths]
+    voice = options.use or (names[1] if paths else loaded_model.BASE)
+    if voice not in names:
+        raise loaded_model.unknown_name("--use", voice, names)
     compilation.use_cache("default")
     talker = loaded_model.load_speaker(options, paths)
     if talker.template is None:
         what, remedy = "has no chat template", "use python -m purelora.generate --raw"
         raise errors.ModelError(options.model, None, what, remedy)
-    loaded_model.say(f"{voice} answers; there are {', '.join(known)}. {', '.join(COMMANDS)}")
+    loaded_model.say(f"{voice} answers; there are {', '.join(names)}. {', '.join(COMMANDS)}")
     talk = Talk(voice, options.system)
     for line in _lines():
         if line == "/quit":
             break
         try:
             if line.startswith("/"):
-                talk = obey(line, talk, known)
+                talk = obey(line, talk, names)
             elif line:
                 talk = answer(line, talk, talker, options)
         except errors.UserError as error:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines; a person is shown where to write."""
+    """Yields the lines of standard input, with a prompt if that is a terminal."""
     while True:
         try:
             # `input` brings line editing, and writes its prompt to stdout.
@@ -104,7 +104,7 @@ def _lines() -> Iterator[str]:
 
 
 def obey(line: str, talk: Talk, voices: Sequence[str]) -> Talk:
-    """The conversation after a command.
+    """Carries out one of `COMMANDS`; returns the conversation after it.
 
     Raises:
       ConfigError: there is no such command or adapter.
@@ -125,7 +125,7 @@ def obey(line: str, talk: Talk, voices: Sequence[str]) -> Talk:
 
 
 def answer(line: str, talk: Talk, talker: loaded_model.Speaker, options: Options) -> Talk:
-    """Prints the answer to a user's turn as it comes; the conversation with both.
+    """Prints the answer to a user's turn as it is generated; returns the longer conversation.
 
     Raises:
       DataError: the template fails, or the conversation has become too long.
@@ -135,9 +135,9 @@ def answer(line: str, talk: Talk, talker: loaded_model.Speaker, options: Options
         asked.messages, where="the conversation", max_new_tokens=options.max_new_tokens
     )
     voice = talker.voice(talk.voice)
-    said = generation.speak(talker, voice, [ids], options, first_row=len(talk.turns), emit=_emit)
+    answers = generation.speak(talker, voice, [ids], options, first_row=len(talk.turns), emit=_emit)
     _emit("\n")
-    turn = {"role": "assistant", "content": said[0].text}
+    turn = {"role": "assistant", "content": answers[0].text}
     return dataclasses.replace(asked, turns=(*asked.turns, turn))
 
 

@@ -30,6 +30,7 @@ import jax
 from purelora.analysis import estimate_report
 from purelora.config import command_line, schema
 from purelora.core import errors
+from purelora.core.paths import Path
 from purelora.interop import open_model
 from purelora.sharding import rules
 
@@ -62,15 +63,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[Options, schema.Config]:
-    """Both kinds of arguments; what is wrong with them comes in one error."""
-    of_config, own = command_line.divided(argv, lambda name: name.partition(".")[0] == "config")
+    """Parses the arguments of this command and of the run; all problems are one error."""
+    config_arguments, option_arguments = command_line.divided(
+        argv, lambda name: Path(name).first == "config"
+    )
     problems: list[errors.Problem] = []
     options, settings = Options(), None
     with errors.collected(problems):
-        options = command_line.options(Options, own)
+        options = command_line.options(Options, option_arguments)
         _check(options)
     with errors.collected(problems):
-        settings = command_line.parse(of_config, flags=()).config
+        settings = command_line.parse(config_arguments, flags=()).config
     if problems or settings is None:
         raise errors.ConfigError.of(problems)
     return options, settings
@@ -102,12 +105,12 @@ def _virtual_devices() -> int:
     """How many devices of the CPU this process has; 0 if it was not started for them."""
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         return 0
-    found = re.findall(rf"{_DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return int(found[-1]) if found else 0
+    counts = re.findall(rf"{_DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(counts[-1]) if counts else 0
 
 
 def _with_devices(count: int, argv: Sequence[str]) -> int:
-    """Runs the command in a process that has so many virtual devices, and no accelerator."""
+    """Runs the command in a process with `count` virtual CPU devices and no accelerator."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES_FLAG}={count}".strip()
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "purelora.estimate", *argv]

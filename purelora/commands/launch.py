@@ -43,7 +43,7 @@ _NOISE = (b"[Gloo]", b" peer ranks")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command takes before `--`."""
+    """The arguments before `--`."""
 
     processes: int
     devices_per_process: int = 1
@@ -111,9 +111,9 @@ def started(options: Options, arguments: Sequence[str]) -> Iterator[list[subproc
 def environment(
     outer: Mapping[str, str], options: Options, index: int, port: int
 ) -> dict[str, str]:
-    """The environment of process `index`, which all meet process 0 at `port`."""
+    """The environment variables of process `index`; process 0 listens at `port`."""
     count = options.devices_per_process
-    own = range(index * count, (index + 1) * count)
+    device_ids = range(index * count, (index + 1) * count)
     return {
         **outer,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -122,7 +122,7 @@ def environment(
         "JAX_PROCESS_ID": str(index),
         # One counts for CPUs, the other for GPUs.
         "JAX_NUM_CPU_DEVICES": str(count),
-        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own)),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, device_ids)),
         "XLA_FLAGS": _DEVICE_COUNT.sub("", outer.get("XLA_FLAGS", "")).strip(),
     }
 

@@ -86,8 +86,8 @@ class Options:
         if self.onto == "dequantised" and self.qtype is None and len(self.adapter) != 1:
             what = "is missing: there is not one run that says how its base was quantised"
             yield errors.Problem("--qtype", None, what, "set it, or use --onto=original")
-        given = {"qtype": self.qtype, "tile-size": self.tile_size, "skip": self.skip}
-        for name, value in given.items():
+        quant_options = {"qtype": self.qtype, "tile-size": self.tile_size, "skip": self.skip}
+        for name, value in quant_options.items():
             if value is None:
                 continue
             if self.onto == "original":

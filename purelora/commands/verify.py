@@ -77,7 +77,7 @@ def _introduction(settings: schema.Config) -> Iterator[str]:
 
 
 def _sorted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of the run, and those of this command."""
+    """Separates the arguments of the train command from those of this one."""
     run_arguments: list[str] = []
     others: list[str] = []
     target = others

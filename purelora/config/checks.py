@@ -142,7 +142,8 @@ def _contradictions(c: schema.Config) -> list[_Finding]:
     if c.eval_steps is not None and c.data.eval is None and c.data.eval_fraction == 0:
         what, remedy = "is set, but there is no eval data", "set data.eval or data.eval_fraction"
         findings.append(("eval_steps", c.eval_steps, what, remedy))
-    if c.optim.name == "adamw" and c.optim.momentum:
+    findings += _factory_findings(c.optim)
+    if c.optim.factory is None and c.optim.name == "adamw" and c.optim.momentum:
         what, remedy = "has no effect with optim.name='adamw'", "set it to 0, or use optim.b1"
         findings.append(("optim.momentum", c.optim.momentum, what, remedy))
     if c.router_aux != "rows" and not c.router_aux_loss_coef:
@@ -156,6 +157,19 @@ def _contradictions(c: schema.Config) -> list[_Finding]:
         )
     limit = c.optim.schedule_steps or c.steps
     return findings if limit is None else findings + warmup_problems(c.optim, limit)
+
+
+def _factory_findings(optim: schema.OptimConfig) -> list[_Finding]:
+    key, text = "optim.factory", optim.factory
+    if text is None:
+        return []
+    findings: list[_Finding] = []
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        findings.append((key, text, "is not of the form module:function", "for example mine:lion"))
+    if optim.name != schema.KEYS[Path("optim.name")].default:
+        what = "has no effect with optim.factory"
+        findings.append(("optim.name", optim.name, what, "leave one of them out"))
+    return findings
 
 
 def _checkpoint_findings(c: schema.Config) -> list[_Finding]:

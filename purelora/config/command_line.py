@@ -46,14 +46,18 @@ def parse(argv: Sequence[str], flags: Sequence[str]) -> Arguments:
         problems.append(errors.Problem("--config", None, "is missing", remedy))
     if problems:
         raise errors.ConfigError.of(problems)
-    raw = config_file.load(pathlib.Path(os.path.expanduser(typing.cast(str, path))))
+    file = pathlib.Path(os.path.expanduser(typing.cast(str, path)))
+    raw = config_file.load(file)
     for key, text in overrides:
         problem = _override(raw, key, text)
         if problem:
             problems.append(problem)
     if problems:
         raise errors.ConfigError.of(problems)
-    return Arguments(from_dict.parse(raw), frozenset(given))
+    config = from_dict.parse(raw)
+    if config.optim.factory is not None:
+        config_file.load_factory(file, "optim.factory", config.optim.factory)
+    return Arguments(config, frozenset(given))
 
 
 def _sort_arguments(

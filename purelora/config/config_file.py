@@ -10,6 +10,7 @@ from typing import Any
 
 import ml_collections
 
+from purelora.config import factory
 from purelora.core import errors
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -44,16 +45,11 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     Raises:
       ConfigError: the file is missing, fails, or has no `get_config` that returns a ConfigDict.
     """
-    variant: tuple[str, ...] = ()
-    name, colon, text = str(path).rpartition(":")
-    if colon and not path.is_file():
-        path, variant = pathlib.Path(name), (text,)
-    path = _resolved(path)
+    path, variant = _file_and_variant(path)
     if not path.is_file():
         raise _missing(path)
-    parent, ready = str(path.resolve().parent.parent), str(ready_folder().parent)
     before = list(sys.path)
-    sys.path[:] = [parent, *before, ready]
+    sys.path[:] = [str(path.resolve().parent.parent), *before, str(ready_folder().parent)]
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         _check_variant(path, get_config, variant)
@@ -76,6 +72,38 @@ def load(path: pathlib.Path) -> dict[str, Any]:
         what = "has no get_config() that returns a ConfigDict"
         raise errors.ConfigError(str(path), None, what, remedy)
     return raw
+
+
+def _file_and_variant(path: pathlib.Path) -> tuple[pathlib.Path, tuple[str, ...]]:
+    """The file that a `--config` names, and the variant, if it names one."""
+    variant: tuple[str, ...] = ()
+    name, colon, text = str(path).rpartition(":")
+    if colon and not path.is_file():
+        path, variant = pathlib.Path(name), (text,)
+    return _resolved(path), variant
+
+
+def load_factory(path: pathlib.Path, key: str, text: str) -> None:
+    """Imports the module of a "module:function" from the folder of a config or the current one.
+
+    Args:
+      path: the config, as for `load`.
+      key: the key that names the function.
+      text: its value.
+
+    Raises:
+      ConfigError: see `factory.load`.
+    """
+    before = list(sys.path)
+    sys.path[:] = [
+        str(_file_and_variant(path)[0].resolve().parent),
+        str(pathlib.Path.cwd()),
+        *before,
+    ]
+    try:
+        factory.load(key, text)
+    finally:
+        sys.path[:] = before
 
 
 def _missing(path: pathlib.Path) -> errors.ConfigError:

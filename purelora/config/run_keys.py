@@ -56,17 +56,29 @@ class DataConfig:
 class OptimConfig:
     """How the trained leaves are moved."""
 
-    name: Literal["adamw", "sgd"] = key("adamw", '"adamw" or "sgd".', also=("opt_type",))
+    name: str = key(
+        "adamw",
+        'The optimiser: "adamw", "sgd", or another name in OPTIMISERS of '
+        "purelora/training/optimisers.py.",
+        also=("opt_type",),
+    )
+    factory: str | None = key(
+        None,
+        'An optimiser of your own in its place: "module:function", found in the folder of the '
+        "config or the current one. The function is given these settings and returns an "
+        "optax.GradientTransformation without learning rate, such as optax.scale_by_lion().",
+        later=True,
+    )
     learning_rate: float = key(
         2e-4,
         "Peak learning rate.",
         limits=POSITIVE,
         also=("learning_rate", "optim.lr"),
     )
-    schedule: Literal["constant", "linear", "cosine"] = key(
+    schedule: str = key(
         "cosine",
         'The learning rate after the warm-up: "constant", or "linear" or "cosine" down to '
-        "min_lr_ratio times the peak.",
+        "min_lr_ratio times the peak, or another name in SCHEDULES of that file.",
         also=("lr_scheduler_type",),
     )
     min_lr_ratio: float = key(

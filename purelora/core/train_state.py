@@ -40,13 +40,18 @@ def state_specs(
     """Specs of a whole TrainState.
 
     Args:
-      specs: specs of the trained leaves; moments take the spec of their leaf.
+      specs: specs of the trained leaves. Of the optimiser's state, whatever has the shape of its
+        leaf takes that leaf's spec; all else is replicated, as Adafactor's row and column sums.
       tx: the optimiser.
       abstract: the trained leaves as ShapeDtypeStructs.
       spec: the spec of everything that is replicated.
     """
     opt_state = jax.eval_shape(tx.init, abstract)
+
+    def spec_of(of_state: Any, leaf_spec: Any, leaf: Any) -> Any:
+        return leaf_spec if of_state.shape == leaf.shape else spec
+
     opt_specs = optax.tree_utils.tree_map_params(
-        tx, lambda _, leaf_spec: leaf_spec, opt_state, specs, transform_non_params=lambda _: spec
+        tx, spec_of, opt_state, specs, abstract, transform_non_params=lambda _: spec
     )
     return TrainState(specs, opt_specs, spec, spec, spec)

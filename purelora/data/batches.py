@@ -13,13 +13,13 @@ import numpy as np
 
 from purelora.core import errors
 from purelora.core.batch import Batch
-from purelora.data import examples as example_sets
 from purelora.data import packing
+from purelora.data.examples import Example
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """All batches of a run, endlessly.
+    """The endless sequence of batches of a run.
 
     Attributes:
       examples: the tokenised examples.
@@ -31,7 +31,7 @@ class Batches:
       shuffle: permute the rows anew in each epoch; otherwise every epoch has them in order.
     """
 
-    examples: Sequence[example_sets.Example]
+    examples: Sequence[Example]
     rows: Sequence[packing.Row]
     batch_size: int
     accum_steps: int
@@ -60,7 +60,7 @@ class Batches:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of each array of a batch: `[M, B, T]`."""
+        """Shape `[M, B, T]` of each array of a batch."""
         return self.accum_steps, self.batch_size // self.accum_steps, self.max_length
 
     def token_count(self, index: int) -> int:
@@ -68,16 +68,16 @@ class Batches:
         rows = self.rows_at(index)
         return sum(len(self.examples[number].tokens) for row in rows for number in row)
 
-    def batch(self, index: int, own: Sequence[int] | None = None) -> Batch:
+    def batch(self, index: int, row_numbers: Sequence[int] | None = None) -> Batch:
         """Batch `index`; rows that a short batch lacks are all padding and have no weight.
 
         Args:
           index: of the batch.
-          own: which rows of each micro-batch to build, ascending; by default all of them. The
-            arrays are `[M, len(own), T]` then: what a process of several needs.
+          row_numbers: which rows of each micro-batch to build, ascending; by default all of them.
+            The arrays are `[M, len(row_numbers), T]` then: what a process of several needs.
         """
         accum_steps, rows, _ = self.shape
-        chosen = range(rows) if own is None else own
+        chosen = range(rows) if row_numbers is None else row_numbers
         numbers = [micro * rows + row for micro in range(accum_steps) for row in chosen]
         shape = (len(numbers), self.max_length)
         flat = Batch(
@@ -103,7 +103,7 @@ class Batches:
         return rows.batch(self.batch_size, drop_remainder=False, batch_fn=list).repeat()
 
 
-def _fill_row(row: Batch, examples: Sequence[example_sets.Example]) -> None:
+def _fill_row(row: Batch, examples: Sequence[Example]) -> None:
     """Writes `examples` one after the other into the arrays of one row."""
     start = 0
     for segment, (tokens, supervised) in enumerate(examples, start=1):

@@ -1,4 +1,4 @@
-"""Chats to token ids and a mask of the tokens that are trained on.
+"""Renders chats and marks the tokens that are trained on.
 
 A chat template is a Jinja program, and most have no marker for the assistant's text. The text of an
 assistant turn is found by rendering prefixes of the conversation instead:
@@ -152,14 +152,14 @@ def render(
       unnested_template: what to do when a turn's text changes as later messages follow (some
         templates drop earlier reasoning): "raise", or train on the "last_turn" alone.
     """
-    whole = template.render(
+    text = template.render(
         chat.messages, tools=chat.tools, add_generation_prompt=False, where=chat.where
     )
     turns = [index for index, trained in enumerate(chat.train) if trained]
-    spans = [_span(chat, template, whole, turn) for turn in turns]
+    spans = [_span(chat, template, text, turn) for turn in turns]
     nested = tuple(span for span in spans if span is not None)
     if len(nested) == len(turns):
-        return RenderedChat(whole, nested, last_turn_only=False)
+        return RenderedChat(text, nested, last_turn_only=False)
     if unnested_template == "raise":
         raise _unnested_error(
             chat,
@@ -168,13 +168,13 @@ def render(
         )
     assistants = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if turns[-1] != assistants[-1]:
-        return RenderedChat(whole, (), last_turn_only=True)
+        return RenderedChat(text, (), last_turn_only=True)
     if spans[-1] is None:
         raise _unnested_error(chat, turns[-1], "remove the row, or use another template")
-    return RenderedChat(whole, (spans[-1],), last_turn_only=True)
+    return RenderedChat(text, (spans[-1],), last_turn_only=True)
 
 
-def _span(chat: records.Chat, template: ChatTemplate, whole: str, turn: int) -> Span | None:
+def _span(chat: records.Chat, template: ChatTemplate, text: str, turn: int) -> Span | None:
     """The characters that the model writes in message `turn`; None if the prefixes do not nest."""
     before = template.render(
         chat.messages[:turn], tools=chat.tools, add_generation_prompt=True, where=chat.where
@@ -182,7 +182,7 @@ def _span(chat: records.Chat, template: ChatTemplate, whole: str, turn: int) -> 
     after = template.render(
         chat.messages[: turn + 1], tools=chat.tools, add_generation_prompt=False, where=chat.where
     )
-    if after.startswith(before) and whole.startswith(after):
+    if after.startswith(before) and text.startswith(after):
         return len(before), len(after)
     return None
 

@@ -1,4 +1,4 @@
-"""Records to examples: token ids with a mask of the targets, a report, a fingerprint, a split.
+"""Tokenises records: token ids with a mask of the targets, a fingerprint, a split.
 
 What becomes of a record:
 
@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from purelora.core import errors
-from purelora.data import chat as chats
-from purelora.data import records as record_files
+from purelora.data import chat
+from purelora.data.records import Chat, Record, Text
 from purelora.data.report import DataReport, TooLong
 from purelora.weights.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ class Built(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A record as tokens, before `max_length` is looked at.
+    """A tokenised record of any length, before `max_length` is applied.
 
     Attributes:
       example: its tokens and targets.
@@ -88,13 +88,13 @@ class Encoder:
     """
 
     tokenizer: Tokenizer
-    template: chats.ChatTemplate | None
+    template: chat.ChatTemplate | None
     task: Task
-    unnested_template: chats.UnnestedTemplate
+    unnested_template: chat.UnnestedTemplate
 
-    def encode(self, record: record_files.Record) -> Encoded:
+    def encode(self, record: Record) -> Encoded:
         """The tokens of one record, all of them."""
-        if isinstance(record, record_files.Text):
+        if isinstance(record, Text):
             return Encoded(self._document(record.where, record.text, 0))
         if self.template is None:
             text, answer_start = _plain_pair(record)
@@ -105,12 +105,12 @@ class Encoder:
             )
             ids = self.tokenizer.encode(text, add_special_tokens=True).ids
             return Encoded(_example(ids, np.ones(len(ids), np.bool_)))
-        rendered = chats.render(record, self.template, unnested_template=self.unnested_template)
+        rendered = chat.render(record, self.template, unnested_template=self.unnested_template)
         encoding = self.tokenizer.encode(rendered.text, add_special_tokens=True)
         ends = self.tokenizer.eos_ids
-        endless = [s for s in rendered.spans if not chats.ends_in(rendered.text, s, encoding, ends)]
+        endless = [s for s in rendered.spans if not chat.ends_in(rendered.text, s, encoding, ends)]
         return Encoded(
-            _example(encoding.ids, chats.spans_mask(encoding.offsets, rendered.spans)),
+            _example(encoding.ids, chat.spans_mask(encoding.offsets, rendered.spans)),
             rendered.last_turn_only,
             len(endless),
         )
@@ -139,13 +139,13 @@ class Encoder:
 
 
 def build(
-    records: Sequence[record_files.Record],
+    records: Sequence[Record],
     encoder: Encoder,
     *,
     max_length: int,
     too_long: TooLong,
 ) -> Built:
-    """Tokenises `records` and leaves out those that nothing can be learned from.
+    """Tokenises `records` and leaves out those without a target.
 
     Args:
       records: what `records.read` gave, not empty.
@@ -222,23 +222,23 @@ def _example(tokens: np.ndarray, supervised: np.ndarray) -> Example:
     return Example(tokens, supervised & (np.arange(len(tokens)) > 0))
 
 
-def _plain_pair(chat: record_files.Chat) -> tuple[str, int]:
+def _plain_pair(record: Chat) -> tuple[str, int]:
     """Question and answer in one text, and where the answer begins."""
-    roles = [message["role"] for message in chat.messages]
-    if chat.shape not in _SEPARATORS or roles != ["user", "assistant"] or chat.tools:
+    roles = [message["role"] for message in record.messages]
+    if record.shape not in _SEPARATORS or roles != ["user", "assistant"] or record.tools:
         raise errors.DataError(
-            chat.where,
+            record.where,
             roles,
             "needs a chat template, and the tokenizer has none",
             "use prompt + completion rows of strings, or a model that has a chat template",
         )
-    question, answer = (message["content"] for message in chat.messages)
-    start = question + _SEPARATORS[chat.shape]
+    question, answer = (message["content"] for message in record.messages)
+    start = question + _SEPARATORS[record.shape]
     return start + answer, len(start)
 
 
 def _too_long_error(
-    records: Sequence[record_files.Record], encoded: Sequence[Encoded], max_length: int
+    records: Sequence[Record], encoded: Sequence[Encoded], max_length: int
 ) -> errors.DataError:
     problems = [
         errors.Problem(

@@ -2,7 +2,8 @@
 
 import datetime
 import pathlib
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from purelora.config import schema
 from purelora.core import errors
@@ -36,12 +37,7 @@ def load(settings: schema.Config, tokenizer: Tokenizer) -> RunData:
       DataError, ConfigError: a file, record or template that cannot be used; nothing to train on.
     """
     template = compile_template(settings, tokenizer)
-    encoder = examples.Encoder(
-        tokenizer=tokenizer,
-        template=template,
-        task=settings.task,
-        unnested_template=settings.data.unnested_template,
-    )
+    encoder = _encoder(settings, tokenizer, template)
     train, report = _examples("data.train", settings.data.train, encoder, settings)
     reports = [f"train: {report}"]
     evaluation: list[examples.Example] = []
@@ -62,6 +58,37 @@ def load(settings: schema.Config, tokenizer: Tokenizer) -> RunData:
         template=template,
         report="\n".join(reports),
         fingerprint=examples.fingerprint([*train, *evaluation]),
+    )
+
+
+def batches_of(
+    rows: Iterable[Mapping[str, Any]], settings: schema.Config, tokenizer: Tokenizer
+) -> batches.Batches:
+    """Training batches of rows in memory, as `load` makes them of a file.
+
+    Raises:
+      DataError, ConfigError: a row that cannot be used; nothing to train on.
+    """
+    encoder = _encoder(settings, tokenizer, compile_template(settings, tokenizer))
+    chosen, _ = examples.build(
+        records.of_rows(rows),
+        encoder,
+        max_length=settings.max_length,
+        too_long=settings.data.too_long,
+    )
+    return _batches(chosen, settings, shuffle=settings.data.shuffle)
+
+
+def _encoder(
+    settings: schema.Config,
+    tokenizer: Tokenizer,
+    template: chat.ChatTemplate | None,
+) -> examples.Encoder:
+    return examples.Encoder(
+        tokenizer=tokenizer,
+        template=template,
+        task=settings.task,
+        unnested_template=settings.data.unnested_template,
     )
 
 

@@ -1,4 +1,4 @@
-"""Data files to records: every row becomes a `Text` or a `Chat`.
+"""Reads data files into records: every row becomes a `Text` or a `Chat`.
 
 A `.jsonl` file has one object a line, a `.json` file one list of objects. The shape of a row is
 found from its keys, row by row:
@@ -18,7 +18,7 @@ The messages of a `prompt` list are context: they do not train. Other columns ar
 import dataclasses
 import difflib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from purelora.core import errors
@@ -90,6 +90,22 @@ class Chat:
 Record = Text | Chat
 
 
+def of_rows(rows: Iterable[Mapping[str, Any]], where: str = "records") -> list[Record]:
+    """The records of rows in memory, of the shapes above; all problems in one DataError."""
+    problems: list[errors.Problem] = []
+    records: list[Record] = []
+    for number, row in enumerate(rows):
+        try:
+            records.append(_record(row, f"{where}[{number}]"))
+        except errors.DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise errors.DataError.of(errors.first(problems, where))
+    if not records:
+        raise errors.DataError(where, None, "holds no records", "add at least one row")
+    return records
+
+
 def read(path: pathlib.Path) -> list[Record]:
     """Reads all records of a `.jsonl` or `.json` file, or reports all its problems at once."""
     problems: list[errors.Problem] = []
@@ -128,7 +144,7 @@ def _record(row: object, where: str) -> Record:
 
 
 def _shape(row: dict[str, Any], where: str) -> str:
-    """The one shape of `row`; columns that are null count only where no others make a shape."""
+    """The name in `_SHAPES` of the columns of `row`; null columns count only if no others fit."""
     filled = {key for key, value in row.items() if value is not None}
     complete = [name for name, keys in _SHAPES.items() if filled.issuperset(keys)]
     if not complete:
@@ -145,16 +161,16 @@ def _shape(row: dict[str, Any], where: str) -> str:
 
 def _unknown_shape(row: dict[str, Any]) -> tuple[str, str]:
     """What is wrong with a row that has no shape, and the remedy."""
-    known = "known: " + ", ".join(" + ".join(keys) for keys in _SHAPES.values())
+    shapes = "known: " + ", ".join(" + ".join(keys) for keys in _SHAPES.values())
     for keys in _SHAPES.values():
         absent = [key for key in keys if key not in row]
         if len(absent) < len(keys):
             present = next(key for key in keys if key in row)
-            return f"has {present!r} but no {absent[0]!r}", f"rename or add it; {known}"
+            return f"has {present!r} but no {absent[0]!r}", f"rename or add it; {shapes}"
     for key in row:
         if near := difflib.get_close_matches(key, _KEYS, n=1):
-            return "has no known shape", f"{key!r}: did you mean {near[0]!r}? {known}"
-    return "has no known shape", known
+            return "has no known shape", f"{key!r}: did you mean {near[0]!r}? {shapes}"
+    return "has no known shape", shapes
 
 
 def _conversation(
@@ -229,7 +245,7 @@ def _message(value: object, where: str) -> tuple[dict[str, Any], bool]:
 
 
 def _from_value(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """A from/value message in the words role/content."""
+    """A message with the keys `from` and `value`, as one with `role` and `content`."""
     sender = value["from"]
     if not isinstance(sender, str) or sender not in _FROM_ROLES:
         remedy = errors.nearest(str(sender), tuple(_FROM_ROLES))

@@ -42,8 +42,8 @@ class Store:
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Element type of one array."""
-        found: np.dtype[Any] = self.arrays[name].dtype.numpy_dtype
-        return found
+        dtype: np.dtype[Any] = self.arrays[name].dtype.numpy_dtype
+        return dtype
 
     def chunk(self, name: str) -> tuple[int, ...]:
         """Shape of a chunk, the least part of an array that can be read from the disk."""
@@ -66,7 +66,7 @@ def is_store(folder: str) -> bool:
 
 
 def leaves(folder: str) -> dict[str, tuple[str, ...]]:
-    """The arrays in `folder`: the keys of each one's path in the saved tree, by its name there.
+    """The names of the arrays in `folder`, each with its path in the saved tree as a tuple of keys.
 
     Raises:
       ModelError: the folder is damaged, or its metadata is not of orbax's known form.
@@ -76,16 +76,16 @@ def leaves(folder: str) -> dict[str, tuple[str, ...]]:
     tree = files.typed(file, metadata, "tree_metadata", dict)
     if not tree:
         raise errors.ModelError(file, None, "has no tree_metadata", _AGAIN)
-    found: dict[str, tuple[str, ...]] = {}
+    keys_by_name: dict[str, tuple[str, ...]] = {}
     try:
         for leaf in tree.values():
             if not leaf["value_metadata"]["skip_deserialize"]:  # True for None and empty dicts.
                 keys = tuple(str(item["key"]) for item in leaf["key_metadata"])
-                found[".".join(keys)] = keys
+                keys_by_name[".".join(keys)] = keys
     except (KeyError, TypeError) as error:
         what = f"does not list arrays as orbax does ({error!r})"
         raise errors.ModelError(file, None, what, _AGAIN) from error
-    return found
+    return keys_by_name
 
 
 def open_store(folder: str, names: Collection[str]) -> Store:
@@ -104,11 +104,11 @@ def open_store(folder: str, names: Collection[str]) -> Store:
     root, context = os.path.abspath(folder), tensorstore.Context()
     opening = {}
     for name in names:
-        own = {"driver": "file", "path": f"{root}/{name}/"}
+        one_folder = {"driver": "file", "path": f"{root}/{name}/"}
         shared = {"driver": "ocdbt", "base": f"file://{root}/", "path": f"{name}/"}
         spec = {
             "driver": "zarr3" if is_zarr3 else "zarr",
-            "kvstore": shared if one_store else own,
+            "kvstore": shared if one_store else one_folder,
             "fill_missing_data_reads": not is_whole,
         }
         opening[name] = tensorstore.open(spec, read=True, open=True, context=context)
@@ -128,8 +128,8 @@ def notes(step: str) -> Mapping[str, Any]:
     file = os.path.join(step, NOTES)
     if not os.path.lexists(file):
         return {}
-    found = files.typed(file, files.read_json_object(file), "custom_metadata", dict)
-    return found or {}
+    metadata = files.typed(file, files.read_json_object(file), "custom_metadata", dict)
+    return metadata or {}
 
 
 @contextlib.contextmanager

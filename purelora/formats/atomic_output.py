@@ -34,7 +34,7 @@ def new_folder(path: str, n_bytes: int = 0) -> Iterator[str]:
 
 @contextlib.contextmanager
 def new_file(path: str, n_bytes: int = 0) -> Iterator[str]:
-    """The same for a file: the path of one in a temporary folder, that becomes `path`.
+    """A temporary path of a file, renamed to `path` when the block ends without an error.
 
     Raises:
       ModelError: `path` exists, or it cannot be written.
@@ -66,7 +66,7 @@ def _taken(path: str) -> errors.ModelError:
 
 @contextlib.contextmanager
 def _partial(path: str, n_bytes: int) -> Iterator[str]:
-    """A temporary folder beside `path`, removed after an error; OSErrors become ours."""
+    """A temporary folder beside `path`, removed after an error; OSErrors become ModelErrors."""
     try:
         parent, name = os.path.split(os.path.realpath(path))
         os.makedirs(parent, exist_ok=True)
@@ -86,7 +86,7 @@ def _partial(path: str, n_bytes: int) -> Iterator[str]:
 
 
 def _make_durable(folder: str) -> None:
-    """Gives the folder the usual permissions, and its files to the disk before they are named."""
+    """Gives the folder the usual permissions and syncs its files to the disk."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(folder, 0o777 & ~umask)

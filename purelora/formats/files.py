@@ -1,4 +1,4 @@
-"""Reading ranges of bytes, text and JSON; whatever is bad about a file is a `ModelError`."""
+"""Reads ranges of bytes, text and JSON; whatever is wrong with a file is a `ModelError`."""
 
 import collections
 import json
@@ -14,7 +14,7 @@ _REPLACE = "copy or download the file again"
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a file of many.
+    """The type, shape and position of one tensor in a file that holds several.
 
     Attributes:
       dtype: the format's name of its element or block type.
@@ -45,42 +45,42 @@ def check_readable(path: str) -> None:
 
 
 def read_range(path: str, start: int, n_bytes: int) -> np.ndarray:
-    """`n_bytes` bytes of a file from `start`, in memory of their own.
+    """Reads `n_bytes` bytes of a file from `start`, uint8 [n_bytes].
 
     Raises:
       ModelError: it cannot be read, or ends before.
     """
     try:
-        found = np.fromfile(path, np.uint8, n_bytes, offset=start)
+        data = np.fromfile(path, np.uint8, n_bytes, offset=start)
     except OSError as error:
         what = f"cannot be read: {error}"
         raise errors.ModelError(path, None, what, "check the file's permissions") from error
-    if len(found) < n_bytes:
+    if len(data) < n_bytes:
         raise errors.ModelError(path, None, "has become shorter", "download the file again")
-    return found
+    return data
 
 
 def read_rows(path: str, start: int, n_bytes: int, stride_bytes: int, count: int) -> np.ndarray:
-    """`count` times `n_bytes` bytes of a file, each `stride_bytes` after the one before.
+    """Reads `n_bytes` bytes of each of `count` rows of a file, which begin `stride_bytes` apart.
 
     Raises:
       ModelError: as for `read_range`.
     """
     if n_bytes == stride_bytes:
         return read_range(path, start, count * n_bytes)
-    found = np.empty((count, n_bytes), np.uint8)
+    rows = np.empty((count, n_bytes), np.uint8)
     try:
         with open(path, "rb", buffering=0) as file:
             sizes = [
                 os.preadv(file.fileno(), [row.data], start + number * stride_bytes)
-                for number, row in enumerate(found)
+                for number, row in enumerate(rows)
             ]
     except OSError as error:
         what = f"cannot be read: {error}"
         raise errors.ModelError(path, None, what, "check the file's permissions") from error
     if any(size < n_bytes for size in sizes):
         raise errors.ModelError(path, None, "has become shorter", "download the file again")
-    return found.reshape(-1)
+    return rows.reshape(-1)
 
 
 def read_text(path: str) -> str:

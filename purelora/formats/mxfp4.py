@@ -27,7 +27,7 @@ _BIAS, _NAN = 127, 255
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """One tensor `[E, in, out]` that a folder holds packed. Made by `find`.
+    """A tensor `[E, in, out]` stored as two: MXFP4 blocks and their scales. Made by `find`.
 
     Attributes:
       name: what it is called without being packed.
@@ -47,9 +47,9 @@ class Packed:
     def read(self) -> source.Tensor:
         """The tensor, bfloat16; its digest is that of a file which holds it so."""
         array = np.empty(self.shape, ml_dtypes.bfloat16)
-        whole = tuple(slice(0, size) for size in self.shape[1:])
+        all_inputs_and_outputs = tuple(slice(0, size) for size in self.shape[1:])
         for expert in range(self.shape[0]):
-            array[expert] = self.read_part((slice(expert, expert + 1), *whole))[0]
+            array[expert] = self.read_part((slice(expert, expert + 1), *all_inputs_and_outputs))[0]
         return source.Tensor(array, source.digest("BF16", array.shape, array))
 
     def read_part(self, box: tuple[slice, ...]) -> np.ndarray:
@@ -71,7 +71,7 @@ def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _pairs() -> np.ndarray:
-    """Both values, as bits, of each scale with each byte: uint32 `[65536]`."""
+    """A table of the two bfloat16 values, as bits, for each scale and byte: uint32 `[65536]`."""
     values = np.array([*_MAGNITUDES, *(-size for size in _MAGNITUDES)])
     scales = np.array([math.nan if s == _NAN else 2.0 ** (s - _BIAS) for s in range(256)])
     with np.errstate(over="ignore"):
@@ -86,7 +86,7 @@ _PAIRS = _pairs()
 
 
 def find(shards: Mapping[str, safetensors_file.File]) -> dict[str, Packed]:
-    """The tensors that are packed, by name.
+    """The tensors of a folder that are stored as MXFP4, by name.
 
     Args:
       shards: the file of every tensor of a folder, by name.
@@ -94,7 +94,7 @@ def find(shards: Mapping[str, safetensors_file.File]) -> dict[str, Packed]:
     Raises:
       ModelError: parts that do not belong together.
     """
-    found: dict[str, Packed] = {}
+    tensors: dict[str, Packed] = {}
     problems = []
     for part, shard in shards.items():
         name = part.removesuffix(_BLOCKS)
@@ -107,12 +107,12 @@ def find(shards: Mapping[str, safetensors_file.File]) -> dict[str, Packed]:
             what = f"is {blocks.dtype} {list(blocks.shape)} with scales {scales.dtype} "
             what += f"{list(scales.shape)}, which is not {METHOD}"
             problems.append(errors.Problem(f"{shard.path}: {part}", None, what, ""))
-        found[name] = packed
+        tensors[name] = packed
     if problems:
         raise errors.ModelError.of(problems)
-    return found
+    return tensors
 
 
 def parts(packed: Packed) -> tuple[str, str]:
-    """Names of the tensors that a packed one is made of."""
+    """Names of the blocks and of the scales of a tensor."""
     return packed.name + _BLOCKS, packed.name + _SCALES

@@ -2,8 +2,8 @@
 
 The safetensors library checks each header (offsets inside the file, no overlap, no gap, span equal
 to shape times element size, header size) before anything is read; here its errors get the file's
-name and a remedy. Tensors are read and written one at a time, so a file larger than memory is no
-matter.
+name and a remedy. Tensors are read and written one at a time, so a file may be larger than memory.
+Ranges are read by hand, since the library maps the file, and mapped pages count as memory.
 """
 
 import dataclasses
@@ -58,14 +58,14 @@ class File:
         return self._read_box(entry.start, source.DTYPES[entry.dtype], entry.shape, box)
 
     def read_codes(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """The bytes in `box` of a tensor of type U8, which is no weight by itself."""
+        """Reads the bytes in `box` of a tensor of type U8, such as blocks and scales of MXFP4."""
         entry = self.entries[name]
         return self._read_box(entry.start, np.dtype(np.uint8), entry.shape, box)
 
     def _read_box(
         self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], box: tuple[slice, ...]
     ) -> np.ndarray:
-        """That of a tensor of `shape` whose values begin at the byte `start`."""
+        """Reads `box` of a tensor of `shape` whose values begin at the byte `start`."""
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         first, count = box[0].start, box[0].stop - box[0].start
         start += first * row_bytes

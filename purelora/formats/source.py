@@ -80,13 +80,13 @@ class ArraySource:
         """The array called `name`, of any type in `DTYPES`."""
         check_name(self.path, name, self.arrays)
         array = self.arrays[name]
-        known = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
-        if array.dtype not in known:
+        names = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
+        if array.dtype not in names:
             raise dtype_error(self.path, name, str(array.dtype))
-        return Tensor(array, digest(known[array.dtype], array.shape, array))
+        return Tensor(array, digest(names[array.dtype], array.shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """That part of the array called `name`."""
+        """The values of the array called `name` in `box`."""
         check_name(self.path, name, self.arrays)
         return self.arrays[name][box]
 
@@ -116,11 +116,11 @@ def identify(source: Source, names: Iterable[str]) -> str:
     return fingerprint({name: source.read(name).digest for name in names})
 
 
-def check_name(path: str, name: str, known: Mapping[str, object]) -> None:
+def check_name(path: str, name: str, tensors: Mapping[str, object]) -> None:
     """Raises a `ModelError` with near names unless `name` is one of the source's tensors."""
-    if name not in known:
+    if name not in tensors:
         raise errors.ModelError(
-            path, None, f"holds no tensor {name!r}", errors.nearest(name, sorted(known))
+            path, None, f"holds no tensor {name!r}", errors.nearest(name, sorted(tensors))
         )
 
 

@@ -89,7 +89,7 @@ def default_cache() -> str:
 
 def tiny(seed: int = 0) -> Model:
     """A random two-layer Llama with a byte-level tokenizer, for tests and first steps."""
-    made = byte_tokenizer()
+    byte_level = byte_tokenizer()
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -100,7 +100,7 @@ def tiny(seed: int = 0) -> Model:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "vocab_size": made.vocab_size,
+        "vocab_size": byte_level.vocab_size,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -108,7 +108,7 @@ def tiny(seed: int = 0) -> Model:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    return Model(source.ArraySource(TINY, config, random_llama(config, seed)), made)
+    return Model(source.ArraySource(TINY, config, random_llama(config, seed)), byte_level)
 
 
 def random_llama(config: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
@@ -182,7 +182,7 @@ def check_vocabulary(model: Model) -> None:
 
 
 def byte_tokenizer() -> tokenizer.Tokenizer:
-    """A token for each byte, and those of a chat template."""
+    """A tokenizer with a token for each byte, and those of the ChatML template."""
     cutters = tokenizers.pre_tokenizers
     alphabet = {character: i for i, character in enumerate(sorted(cutters.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))

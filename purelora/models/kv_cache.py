@@ -50,52 +50,63 @@ def hidden(
     Returns:
       The activations before the head, `[B, T, D]`; and the updated caches.
     """
-    length = caches[0].k.shape[3]
-    masks = {k: layers.cache_mask(positions_BT, length, k.window) for k in cfg.kinds}
-    angles, groups = decoder.angles_of(cfg, positions_BT), stacks.of(cfg)
+    length, model = caches[0].k.shape[3], stacks.of(cfg)
+    bodies = _bodies(family, cfg, positions_BT, length)
+    x_BTD = decoder.embedded(tokens_BT, bound, cfg, dtype)
+    given = per_layer_embeddings.of_all_layers(tokens_BT, x_BTD, bound, cfg, None)
+    of_stacks = decoder.bound_stacks(bound, model)
+    # Carried, a cache is written in place; scanned over, all of it would be copied each token.
+    (x_BTD, caches), _ = scan.run(bodies, (x_BTD, caches), model, of_stacks, given=given, scan=True)
+    return blocks.normed(x_BTD, bound["norm"], cfg), caches
 
-    def body(
-        carry: tuple[jax.Array, Caches], layer: scan.Layer, kind: scan.Kind, number: int
+
+def _bodies(
+    family: decoder.Family, cfg: Config, positions_BT: jax.Array, length: int
+) -> scan.Bodies:
+    """The bodies of a model's layers, whose carry is (activations, caches of `length` slots)."""
+    masks = {k: layers.cache_mask(positions_BT, length, k.window) for k in cfg.kinds}
+    angles, model = decoder.angles_of(cfg, positions_BT), stacks.of(cfg)
+    is_padded = stacks.is_padded(model)
+
+    def block(
+        carry: tuple[jax.Array, Caches], layer: scan.Layer, *, stack: int, static_kind: int | None
     ) -> tuple[tuple[jax.Array, Caches], None]:
-        (x_BTD, caches), own = carry, groups[number].cfg
-        place, index = _place(groups, number, layer.position)
+        (x_BTD, caches), of_stack = carry, model[stack].cfg
+        kind = layer.kind_number(static_kind)
+        slot, index = _slot(model, stack, layer.position)
         context = blocks.Context(
-            rotate=functools.partial(layers.rope, angles=decoder.of_kind(own, kind, angles)),
+            rotate=functools.partial(layers.rope, angles=decoder.of_kind(of_stack, kind, angles)),
             mix=functools.partial(
                 _mix,
-                cache=caches[place],
+                cache=caches[slot],
                 index=index,
                 positions_BT=positions_BT,
-                mask_BTS=decoder.of_kind(own, kind, masks),
-                cfg=own,
+                mask_BTS=decoder.of_kind(of_stack, kind, masks),
+                cfg=of_stack,
             ),
             is_token_BT=jnp.ones_like(positions_BT, bool),
             input_BTP=layer.given,
         )
-        out = family.block(x_BTD, layer.bound, context, own, None)
-        return (out.x_BTD, (*caches[:place], out.mixed, *caches[place + 1 :])), None
+        out = family.block(x_BTD, layer.bound, context, of_stack, None)
+        return (out.x_BTD, (*caches[:slot], out.mixed, *caches[slot + 1 :])), None
 
-    x_BTD = decoder.embedded(tokens_BT, bound, cfg, dtype)
-    given = per_layer_embeddings.of_all_layers(tokens_BT, x_BTD, bound, cfg, None)
-    own_stacks = decoder.bound_stacks(bound, groups)
-    # Carried, a cache is written in place; scanned over, all of it would be copied each token.
-    one, carry = scan.skipping(body), (x_BTD, caches)
-    (x_BTD, caches), _ = scan.run(one, carry, groups, own_stacks, given=given, scan=True)
-    return blocks.normed(x_BTD, bound["norm"], cfg), caches
+    def bodies(stack: int, kind: int | None) -> scan.Body:
+        body: scan.Body = functools.partial(block, stack=stack, static_kind=kind)
+        return scan.skipping(body) if is_padded else body
+
+    return bodies
 
 
-def _place(
-    groups: Sequence[stacks.Stack], number: int, position: jax.Array
-) -> tuple[int, jax.Array]:
+def _slot(model: Sequence[stacks.Stack], number: int, position: jax.Array) -> tuple[int, jax.Array]:
     """Index of the cache that a layer uses, and position in it of the layer whose keys these are.
 
     The layer is at `position` in the stack with index `number`.
     """
-    own = groups[number].cfg
-    if own.shares_keys:
-        number, last = kv_sharing.owner(groups, own.kinds[0])
+    cfg = model[number].cfg
+    if cfg.shares_keys:
+        number, last = kv_sharing.owner(model, cfg.kinds[0])
         position = jnp.int32(last)
-    owners = [n for n, stack in enumerate(groups) if not stack.cfg.shares_keys]
+    owners = [n for n, stack in enumerate(model) if not stack.cfg.shares_keys]
     return owners.index(number), position
 
 

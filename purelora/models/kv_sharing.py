@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from purelora.core import layer_axis, trees
-from purelora.models import scan as scan_lib
-from purelora.models import stacks
+from purelora.models import scan, stacks
 from purelora.models.hf_config import Kind
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -22,31 +21,33 @@ Carry = tuple[jax.Array, KeysValues | None]  # The activations, and an earlier l
 Made = tuple[KeysValues | None, Any]  # A layer's own keys and values, and its router's statistics.
 
 
-def is_shared(groups: Sequence[stacks.Stack]) -> bool:
-    """Whether any layers share keys and values."""
-    return any(stack.cfg.shares_keys for stack in groups)
+def is_shared(model: Sequence[stacks.Stack]) -> bool:
+    """Whether any layers of a model's stacks share keys and values."""
+    return any(stack.cfg.shares_keys for stack in model)
 
 
-def owner(groups: Sequence[stacks.Stack], kind: Kind) -> tuple[int, int]:
+def owner(model: Sequence[stacks.Stack], kind: Kind) -> tuple[int, int]:
     """Where the keys and values of a kind come from: index of the stack, and position in it."""
-    found = [
+    owners = [
         (layer, number, position)
-        for number, stack in enumerate(groups)
+        for number, stack in enumerate(model)
         for position, layer in enumerate(stack.layers)
         if stack.cfg.layer_kinds[position] == kind and not stack.cfg.shares_keys
     ]
-    return max(found)[1:]
+    return max(owners)[1:]
 
 
 def mixing(
-    mix: Callable[..., jax.Array], shared: KeysValues | None, *, keeps: bool
+    mix: Callable[..., tuple[jax.Array, None]], shared: KeysValues | None
 ) -> Callable[..., tuple[jax.Array, KeysValues | None]]:
     """Makes a `blocks.Context.mix` that uses an earlier layer's keys and values where needed.
 
     Args:
-      mix: attention, from (q, k, v) to the mixed values.
+      mix: attention, from (q, k, v) to (mixed values, None).
       shared: keys and values of the earlier layer; None for a layer that has its own.
-      keeps: whether to return a layer's own keys and values beside the mixed values.
+
+    Returns:
+      The same, with a layer's own keys and values beside the mixed values.
     """
 
     def mixed(
@@ -54,70 +55,74 @@ def mixing(
     ) -> tuple[jax.Array, KeysValues | None]:
         if k is None or v is None:
             assert shared is not None
-            return mix(q, *shared, **more), None
-        return mix(q, k, v, **more), (k, v) if keeps else None
+            return mix(q, *shared, **more)
+        return mix(q, k, v, **more)[0], (k, v)
 
     return mixed
 
 
 def run(
-    block: scan_lib.Body,
+    bodies: scan.Bodies,
     x_BTD: jax.Array,
-    groups: Sequence[stacks.Stack],
+    model: Sequence[stacks.Stack],
     bound: Sequence[trees.Tree],
     *,
     given: Any,
-    scan: bool,
+    scan_layers: bool,
 ) -> tuple[jax.Array, Any]:
     """`scan.run` with the shared keys and values in its carry.
 
     Args:
-      block: one layer: (`Carry`, layer, kind, stack) to (`Carry`, `Made`).
+      bodies: bodies of single layers: (`Carry`, layer) to (`Carry`, `Made`).
       x_BTD: input of the first layer.
-      groups: the stacks of the model.
+      model: the stacks of the model.
       bound: the bound modules of each stack.
       given: see `scan.run`.
-      scan: see `scan.run`.
+      scan_layers: see `scan` of `scan.run`.
 
     Returns:
       The activations after the last layer, and the routers' statistics, stacked over the layers
       with experts (None without).
     """
-    kinds = list(dict.fromkeys(stack.cfg.kinds[0] for stack in groups if stack.cfg.shares_keys))
+    kinds = list(dict.fromkeys(stack.cfg.kinds[0] for stack in model if stack.cfg.shares_keys))
 
-    def body(
-        carry: Any, layer: scan_lib.Layer, kind: scan_lib.Kind, number: int
-    ) -> tuple[Any, Any]:
-        x_BTD, store = carry
-        own = groups[number].cfg
-        place = kinds.index(own.kinds[0]) if own.kinds[0] in kinds else None
-        shared = store[place] if own.shares_keys and place is not None else None
-        (x_BTD, _), (made, router) = block((x_BTD, shared), layer, kind, number)
-        if place is not None and not own.shares_keys:
-            made = scan_lib.if_real(layer, made, store[place])
-            store = (*store[:place], made, *store[place + 1 :])
-        return (x_BTD, store), router
+    def storing(stack: int, kind: int | None) -> scan.Body:
+        block, cfg = bodies(stack, kind), model[stack].cfg
+        slot = kinds.index(cfg.kinds[0]) if cfg.kinds[0] in kinds else None
 
-    store = tuple(_zeros(block, x_BTD, groups, bound, given, kind) for kind in kinds)
-    (x_BTD, _), router = scan_lib.run(body, (x_BTD, store), groups, bound, given=given, scan=scan)
+        def body(carry: Any, layer: scan.Layer) -> tuple[Any, Any]:
+            x_BTD, store = carry
+            shared = store[slot] if cfg.shares_keys and slot is not None else None
+            (x_BTD, _), (keys_values, router) = block((x_BTD, shared), layer)
+            if slot is not None and not cfg.shares_keys:
+                keys_values = scan.if_real(layer, keys_values, store[slot])
+                store = (*store[:slot], keys_values, *store[slot + 1 :])
+            return (x_BTD, store), router
+
+        return body
+
+    store = tuple(_zeros(bodies, x_BTD, model, bound, given, kind) for kind in kinds)
+    (x_BTD, _), router = scan.run(
+        storing, (x_BTD, store), model, bound, given=given, scan=scan_layers
+    )
     return x_BTD, router
 
 
 def _zeros(
-    block: scan_lib.Body,
+    bodies: scan.Bodies,
     x_BTD: jax.Array,
-    groups: Sequence[stacks.Stack],
+    model: Sequence[stacks.Stack],
     bound: Sequence[trees.Tree],
     given: Any,
     kind: Kind,
 ) -> KeysValues:
     """Zeros in the shape and dtype of the keys and values of a kind, to begin the carry with."""
-    number, _ = owner(groups, kind)
+    number, _ = owner(model, kind)
     zero = jnp.int32(0)
-    layer = scan_lib.Layer(
-        {}, layer_axis.layer_of(bound[number], 0), zero, zero, layer_axis.layer_of(given, 0)
-    )
-    like = jax.eval_shape(lambda x, layer: block((x, None), layer, 0, number)[1][0], x_BTD, layer)
+    first, more = layer_axis.layer_of((bound[number], given), 0)
+    layer = scan.Layer({}, first, zero, zero, more)
+    block = bodies(number, 0)
+    like = jax.eval_shape(lambda x, layer: block((x, None), layer)[1][0], x_BTD, layer)
     # `zeros_like` keeps the mesh axes that these vary over, as the carry of a scan must.
     zeros: KeysValues = jax.tree.map(jnp.zeros_like, like)
     return zeros

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from purelora.core import layer_axis, trees
-from purelora.models import params
-from purelora.models import stacks as stack_lib
+from purelora.models import params, stacks
 from purelora.models.stacks import Run, Stack
 
 # What `remat="none"` keeps for the backward pass, by checkpoint name: the results of the large
@@ -37,7 +36,9 @@ class Layer(NamedTuple):
       position: int32 position of the layer in its stack.
       number: int32 number of the layer in the model.
       given: the layer's slice of `run`'s argument `given`.
-      is_real: whether there is such a layer; if not, it is skipped. None if all are real.
+      is_real: whether it is a layer of the model, and not a padding layer, which is skipped. None
+        if all are real.
+      kind: int32 number of its kind among `Config.kinds` of its stack; None if the body knows it.
     """
 
     frozen: dict[str, Any]
@@ -46,16 +47,26 @@ class Layer(NamedTuple):
     number: jax.Array
     given: Any
     is_real: jax.Array | None = None
+    kind: jax.Array | None = None
 
     @property
     def bound(self) -> trees.Tree:
         """All of the layer's modules, with their weights."""
         return params.with_weights(self.own, self.frozen, self.position)
 
+    def kind_number(self, static: int | None) -> Kind:
+        """The number of its kind: `static`, which the body knows, or `kind`."""
+        if static is not None:
+            return static
+        assert self.kind is not None
+        return self.kind
 
-# (carry, layer, index of its kind in `Config.kinds` of its stack, index of the stack) -> (carry, y)
-# Where the layer is not real the carry stays as it is, see `skipping`.
-Body = Callable[[Any, Layer, Kind, int], tuple[Any, Any]]
+
+# (carry, layer) -> (carry, y)
+Body = Callable[[Any, Layer], tuple[Any, Any]]
+# (index of the stack, number of the layer's kind among `Config.kinds` of the stack) -> the body of
+# such a layer. None in place of the kind: layers of all kinds share the body, see `Layer.kind`.
+Bodies = Callable[[int, int | None], Body]
 
 
 def of_kind(kind: Kind, options: Sequence[Any]) -> Any:
@@ -76,16 +87,17 @@ def if_real(layer: Layer, one: Any, other: Any) -> Any:
 def skipping(body: Body) -> Body:
     """`body`, which leaves the carry as it is and has a y of zeros where the layer is not real.
 
-    It belongs inside of `rematted`. Outside, jax 0.10 saves all that a branch is given, for every
-    layer: whole stacks of weights.
+    Only models with padding layers need it, see `stacks.is_padded`. It belongs inside of
+    `rematted`. Outside, jax 0.10 saves all that a branch is given, for every layer: whole stacks of
+    weights.
     """
 
-    def run(carry: Any, layer: Layer, kind: Kind, stack: int) -> tuple[Any, Any]:
+    def run(carry: Any, layer: Layer) -> tuple[Any, Any]:
         if layer.is_real is None:
-            return body(carry, layer, kind, stack)
+            return body(carry, layer)
 
         def taken() -> tuple[Any, Any]:
-            return body(carry, layer, kind, stack)
+            return body(carry, layer)
 
         skipped = carry, jax.tree.map(jnp.zeros_like, jax.eval_shape(taken)[1])
         out: tuple[Any, Any] = jax.lax.cond(layer.is_real, taken, lambda: skipped)
@@ -100,36 +112,29 @@ def rematted(body: Body, *, scan: bool, remat: bool) -> Body:
     Without `remat` only the values of `SAVED_NAMES` are kept, and what is cheap is recomputed.
     """
     policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-
-    def run(carry: Any, layer: Layer, kind: Kind, stack: int) -> tuple[Any, Any]:
-        # Without this, `jax.checkpoint` would trace an int kind.
-        static = (2, 3) if isinstance(kind, int) else (3,)
-        # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
-        once = jax.checkpoint(body, prevent_cse=not scan, policy=policy, static_argnums=static)
-        out: tuple[Any, Any] = once(carry, layer, kind, stack)
-        return out
-
-    return run
+    # A scan body cannot be merged with its recomputation by CSE, so no barrier is needed there.
+    checkpointed: Body = jax.checkpoint(body, prevent_cse=not scan, policy=policy)
+    return checkpointed
 
 
 def run(
-    body: Body,
+    bodies: Bodies,
     carry: Any,
-    stacks: Sequence[Stack],
+    model: Sequence[Stack],
     bound: Sequence[trees.Tree],
     *,
     given: Any = None,
     scan: bool,
 ) -> tuple[Any, Any]:
-    """Runs `carry, y = body(carry, layer, kind, stack)` through all layers of a model, in order.
+    """Runs `carry, y = body(carry, layer)` through all layers of a model, in order.
 
-    The kind of a layer is an int, unless a stack with layers of several kinds is scanned. These
-    layers share one compiled body, in which the kind is a traced number.
+    Each kind of layers has a body of its own, unless a stack with layers of several kinds is
+    scanned: these share one compiled body, in which the kind is a traced number.
 
     Args:
-      body: one layer. What it closes over must not depend on the layer.
+      bodies: the body of each kind of layers. What it closes over must not depend on the layer.
       carry: what the first layer gets as its carry.
-      stacks: the stacks of the model.
+      model: the stacks of the model.
       bound: the bound modules of each stack, with a leading layer axis.
       given: pytree of further inputs of the layers, `[L, ...]` over all layers of the model.
       scan: compile one body for each repeated part of the layers' order, see `stacks`; or every
@@ -140,39 +145,39 @@ def run(
       the layers (None if there are none).
     """
     if not scan:
-        return _unrolled(body, carry, stacks, bound, given)
+        return _unrolled(bodies, carry, model, bound, given)
     split = [params.split_weights(tree) for tree in bound]
 
-    def one(carry: Any, xs: Any, stack: int) -> tuple[Any, Any]:
-        layer, kind = xs
-        kinds = stacks[stack].cfg.kind_numbers
-        kind = kind if len(set(kinds)) > 1 else kinds[0]
-        return body(carry, layer._replace(frozen=split[stack][0]), kind, stack)
+    def one(carry: Any, layer: Layer, stack: int) -> tuple[Any, Any]:
+        kinds = model[stack].cfg.kind_numbers
+        layer = layer._replace(frozen=split[stack][0])
+        if len(set(kinds)) > 1:
+            return bodies(stack, None)(carry, layer)
+        return bodies(stack, kinds[0])(carry, layer._replace(kind=None))
 
-    def leading(stack: Stack, own: trees.Tree) -> tuple[Layer, jax.Array]:
+    def leading(stack: Stack, own: trees.Tree) -> Layer:
         ints = (range(len(stack.layers)), stack.layers, stack.cfg.kind_numbers)
         position, number, kind = (jnp.asarray(numbers, jnp.int32) for numbers in ints)
-        is_all = len(stacks) == 1
+        is_all = len(model) == 1
         more = given if is_all else jax.tree.map(lambda a: a[np.asarray(stack.layers)], given)
-        return Layer({}, own, position, number, more), kind
+        return Layer({}, own, position, number, more, kind=kind)
 
-    xs = [leading(stack, own) for stack, (_, own) in zip(stacks, split, strict=True)]
-    runs = stack_lib.runs(stack_lib.numbers(stacks))
-    carry, ys = _scanned(one, runs, carry, dict(enumerate(xs)))
-    return carry, _in_order([ys[n] for n in range(len(stacks))], stacks)
+    xs = [leading(stack, own) for stack, (_, own) in zip(model, split, strict=True)]
+    carry, ys = _scanned(one, stacks.runs(stacks.numbers(model)), carry, dict(enumerate(xs)))
+    return carry, _in_order([ys[n] for n in range(len(model))], model)
 
 
 def _unrolled(
-    body: Body, carry: Any, stacks: Sequence[Stack], bound: Sequence[trees.Tree], given: Any
+    bodies: Bodies, carry: Any, model: Sequence[Stack], bound: Sequence[trees.Tree], given: Any
 ) -> tuple[Any, Any]:
     ys = []
-    places = [iter(range(len(stack.layers))) for stack in stacks]
-    for number, stack in enumerate(stack_lib.numbers(stacks)):
+    places = [iter(range(len(stack.layers))) for stack in model]
+    for number, stack in enumerate(stacks.numbers(model)):
         position = next(places[stack])
         own = layer_axis.layer_of(bound[stack], position)
         more = layer_axis.layer_of(given, number)
         layer = Layer({}, own, jnp.int32(position), jnp.int32(number), more)
-        carry, y = body(carry, layer, stacks[stack].cfg.kind_numbers[position], stack)
+        carry, y = bodies(stack, model[stack].cfg.kind_numbers[position])(carry, layer)
         ys += [] if y is None else [y]
     return carry, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *ys) if ys else None
 
@@ -188,7 +193,7 @@ def _scanned(
     A run of a single layer is a scan too, of length 1. Slicing that layer off would save the slice
     for the backward pass, and XLA does not compile such a scan as a loop.
 
-    Where the last repetition is only a part, its other rows are zeros and not real.
+    Where the last repetition is only a part, padding layers of zeros fill it up.
 
     Args:
       one: one layer, as the body of `lax.scan`.
@@ -202,9 +207,9 @@ def _scanned(
     used = dict.fromkeys(xs, 0)
     ys: dict[int, list[Any]] = {stack: [] for stack in xs}
     for run in runs:
-        counts, parts = stack_lib.counts(run), {}
+        counts, parts = stacks.counts(run), {}
         for stack, (rows, real) in counts.items():
-            parts[stack] = _filled(_part(xs[stack], used[stack], real), real, rows)
+            parts[stack] = _padded(_part(xs[stack], used[stack], real), real, rows)
             used[stack] += real
         if isinstance(run.body, int):
             body = functools.partial(one, stack=run.body)
@@ -237,22 +242,22 @@ def _part(xs: Any, start: int, count: int) -> Any:
     return jax.tree.map(cut, xs)
 
 
-def _filled(xs: tuple[Layer, jax.Array], real: int, rows: int) -> tuple[Layer, jax.Array]:
-    """The `real` layers with rows behind them that are not, `rows` in all."""
+def _padded(layers: Layer, real: int, rows: int) -> Layer:
+    """The `real` layers with padding layers behind them, `rows` in all."""
     if real == rows:
-        return xs
+        return layers
 
     def fill(array: jax.Array) -> jax.Array:
         return jnp.pad(array, [(0, rows - real), *([(0, 0)] * (array.ndim - 1))])
 
-    layer, kind = jax.tree.map(fill, xs)
-    return layer._replace(is_real=jnp.arange(rows) < real), kind
+    padded: Layer = jax.tree.map(fill, layers)
+    return padded._replace(is_real=jnp.arange(rows) < real)
 
 
-def _in_order(ys: Sequence[Any], stacks: Sequence[Stack]) -> Any:
+def _in_order(ys: Sequence[Any], model: Sequence[Stack]) -> Any:
     """The y of each stack's layers as one, in the order of the layers in the model."""
     having = [n for n, y in enumerate(ys) if jax.tree.leaves(y)]
     if len(having) < 2:
         return ys[having[0]] if having else None
-    order = np.argsort([layer for n in having for layer in stacks[n].layers])
+    order = np.argsort([layer for n in having for layer in model[n].layers])
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[order], *(ys[n] for n in having))

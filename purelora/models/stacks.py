@@ -82,8 +82,8 @@ class Run(NamedTuple):
     last: tuple[int, ...] | None = None
 
 
-# A last repetition that is only a part of the others is filled up with rows that stand for no layer
-# and are skipped. They take memory, if not time: so much more than the layers themselves.
+# A last repetition that is only a part of the others is filled up with padding layers, which are
+# skipped. They take memory, if not time: so much more than the layers themselves.
 MOST_ROWS = 1.5
 
 
@@ -105,6 +105,16 @@ def runs(sequence: Sequence[int]) -> tuple[Run, ...]:
         found.append(Run(best.times, body, best.last))
         start += best.reach
     return tuple(found)
+
+
+def is_padded(stacks: Sequence[Stack]) -> bool:
+    """Whether the stacks of a model get padding layers when they are scanned."""
+
+    def has_padding(run: Run) -> bool:
+        parts = () if isinstance(run.body, int) else run.body
+        return run.last is not None or any(map(has_padding, parts))
+
+    return any(map(has_padding, runs(numbers(stacks))))
 
 
 class _Repetition(NamedTuple):

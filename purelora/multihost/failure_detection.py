@@ -34,7 +34,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Client(Protocol):
-    """What is used of JAX's coordination service."""
+    """The part of JAX's coordination service that is used here."""
 
     def key_value_set(self, key: str, value: str) -> None:
         """Publishes a value."""
@@ -109,7 +109,7 @@ def _exit(text: str | None, status: int) -> NoReturn:
 
 
 class _Hub:
-    """Process 0's end."""
+    """Process 0's end of all connections."""
 
     def __init__(self, client: Client, count: int, host: str):
         self._count = count
@@ -149,8 +149,8 @@ class _Hub:
                 if message == _BYE:
                     return
                 # In a thread of its own: it waits for this one to see the process end.
-                told = (message["text"], message["status"])
-                threading.Thread(target=self._end_failed, args=told, daemon=True).start()
+                failure = (message["text"], message["status"])
+                threading.Thread(target=self._end_failed, args=failure, daemon=True).start()
         except (OSError, ValueError):
             pass  # As if it had been closed.
         self._ended[index].set()
@@ -193,7 +193,7 @@ class _Hub:
 
 
 class _Spoke:
-    """The end of any other process."""
+    """The end of the connection of a process other than 0."""
 
     def __init__(self, index: int, connection: socket.socket, token: str):
         self._connection = connection

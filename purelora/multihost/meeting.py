@@ -62,7 +62,7 @@ def _give_up() -> None:
 
 
 def _wait_for_main(address: str) -> None:
-    """Until process 0 has opened its port. Raises ConfigError if it does not."""
+    """Waits until process 0 has opened its port. Raises ConfigError if it does not."""
     host, _, port = address.rpartition(":")
     start, is_silent = time.monotonic(), True
     while True:

@@ -47,7 +47,7 @@ class _Membership:
 
     @property
     def client(self) -> Any:
-        """Of JAX's coordination service."""
+        """The client of JAX's coordination service."""
         return distributed.global_state.client
 
     def key(self, name: str) -> str:
@@ -115,7 +115,7 @@ def barrier(name: str) -> None:
 
 @contextlib.contextmanager
 def main_first(name: str) -> Iterator[None]:
-    """A block that the others enter when the main process has left it: it fills a cache, say."""
+    """A block that the main process leaves before the others enter, to fill a cache for example."""
     if not is_main():
         barrier(name)
     yield
@@ -124,7 +124,7 @@ def main_first(name: str) -> Iterator[None]:
 
 
 def from_main(name: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns in the main process, which alone calls it; JSON can hold it."""
+    """Broadcasts what `make` returns in the main process, which alone calls it, as JSON."""
     membership = _Process.membership
     if membership is None:
         return make()
@@ -137,7 +137,7 @@ def from_main(name: str, make: Callable[[], Any]) -> Any:
 
 
 def gathered(name: str, text: str) -> list[str]:
-    """The `text` of every process, in their order."""
+    """Gathers the `text` of every process, in the order of their numbers."""
     membership = _Process.membership
     if membership is None:
         return [text]
@@ -176,7 +176,7 @@ class Votes:
         self._pending: jax.Array | None = None
 
     def exchange(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Gives this process's numbers; returns the largest of the exchange before, 0 at first."""
+        """Sends this process's numbers; returns the maxima of the exchange before, 0 at first."""
         votes = np.asarray([numbers], np.int32)
         array = jax.make_array_from_callback(self._shape, self._sharding, lambda _: votes)
         done, self._pending = self._pending, self._largest(array)

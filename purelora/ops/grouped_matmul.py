@@ -28,7 +28,7 @@ _TILES_PER_GROUP, _LARGEST_TILE = 4, 128
 
 
 class RowGroups(NamedTuple):
-    """Where rows go when they are sorted by group; A rows, R sorted rows in N tiles.
+    """The permutation that sorts A rows by group into R padded rows, which are N tiles.
 
     Attributes:
       slots_A: int32 sorted row of each row; R for a row without a group.
@@ -57,7 +57,7 @@ def tile_size(rows: int, groups: int) -> int:
 
 
 def group(ids_A: jax.Array, count: int, tile: int) -> RowGroups:
-    """Sorts rows by their group, whatever their number in each.
+    """The permutation that sorts rows by their group.
 
     Args:
       ids_A: group of each row, 0 to count - 1; anything else is no group.
@@ -236,7 +236,7 @@ dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 def _outer(x_RK: jax.Array, g_RN: jax.Array, like_GKN: jax.Array, groups: RowGroups) -> jax.Array:
-    """The gradient of the matrices: for each group the sum of the outer products of its rows."""
+    """The gradient of the matrices: for each group the sum of `x^T g` over its rows."""
 
     def add(i: jax.Array, total_GKN: jax.Array) -> jax.Array:
         x_MK, g_MN = (_tile(array, i, groups.tile) for array in (x_RK, g_RN))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import qwix
 
 from purelora.core import errors, layer_axis, param_info, trees
+from purelora.core.paths import Path
 from purelora.ops import quant_codes
 
 _LEAST_SHARE = 0.95  # Of the elements of the layers' matrices, see `check_coverage`.
@@ -44,14 +45,14 @@ def check_skip(paths: Sequence[str], skip: Sequence[str]) -> None:
 
     `lm_head` may always be named: a tied model has none of its own.
     """
-    known = [*paths, "lm_head.weight"]
-    names = dict.fromkeys(path.split(".")[-2] for path in paths)
+    weights = [*paths, "lm_head.weight"]
+    names = dict.fromkeys(Path(path).parent.name for path in paths)
     problems = [
         errors.Problem(
             "quant.skip", pattern, "names no weight of this model", f"it has {', '.join(names)}"
         )
         for pattern in skip
-        if not any(is_skipped(path, [pattern]) for path in known)
+        if not any(is_skipped(path, [pattern]) for path in weights)
     ]
     if problems:
         raise errors.ConfigError.of(problems)
@@ -60,7 +61,7 @@ def check_skip(paths: Sequence[str], skip: Sequence[str]) -> None:
 def quantised_infos(
     infos: trees.Tree, *, qtype: str, tile_size: int | None, skip: Sequence[str]
 ) -> trees.Tree:
-    """Replaces the info of each matrix by a QArray of infos; not of routers and what `skip` names.
+    """Replaces the info of each matrix by a QArray of infos, but for routers and `skip`.
 
     `tile_size` must divide the contracting dimension (`specs` checks that before, with the mesh).
 
@@ -115,7 +116,7 @@ def check_coverage(
     left = {p: n for p, n in counted.items() if not isinstance(quantised[p], qwix.QArray)}
     if sum(left.values()) > (1 - _LEAST_SHARE) * sum(counted.values()):
         share = 1 - sum(left.values()) / sum(counted.values())
-        names = ", ".join(path.removesuffix(".weight") for path in left)
+        names = ", ".join(Path(path).without("weight") for path in left)
         what = f"quantises {share:.1%} of the layers' matrices; {names} would stay as they are"
         remedy = "name them in quant.skip if that is meant, or use quant.qtype='none'"
         raise errors.ConfigError("quant.qtype", qtype, what, remedy)
@@ -124,7 +125,7 @@ def check_coverage(
 def _check_pairs(
     matrices: dict[str, param_info.ParamInfo], qtype: str, tile_size: int | None
 ) -> None:
-    """Two codes share a byte and never a scale apart: their count must be even.
+    """Raises ConfigError where two codes of a byte would not share a scale.
 
     With fewer than 4 the shapes alone would not tell which dimension is packed.
     """

@@ -29,8 +29,9 @@ from purelora.interop.peft import files as peft_files
 from purelora.multihost import runtime
 from purelora.training import log, plan_report, setup
 from purelora.weights import hf_write
+from purelora.weights.tokenizer import Tokenizer
 
-STORY = "run.json"
+RECORD = "run.json"
 ADAPTER = "adapter"
 CARD = "README.md"
 _PACKAGES = ("purelora", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
@@ -77,9 +78,9 @@ def begin(run: setup.Run, first_step: int) -> None:
         "trained": plan_report.describe_targets(run.plan),
     }
     try:
-        entries = [*_entries(workdir / STORY), entry] if first_step else [entry]
-        _replace(workdir / STORY, json.dumps(entries, indent=1) + "\n")
-        _keep_tokenizer(run, workdir / open_model.TOKENIZER)
+        entries = [*_entries(workdir / RECORD), entry] if first_step else [entry]
+        _replace(workdir / RECORD, json.dumps(entries, indent=1) + "\n")
+        keep_tokenizer(run.model.tokenizer, workdir)
     except OSError as error:
         what = f"cannot be written: {error}"
         raise errors.ConfigError("workdir", str(workdir), what, "choose another folder") from error
@@ -108,9 +109,11 @@ def _replace(path: pathlib.Path, text: str) -> None:
     partial.replace(path)
 
 
-def _keep_tokenizer(run: setup.Run, folder: pathlib.Path) -> None:
+def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
+    """Writes the tokenizer's files beside the checkpoints, so that the run can serve as a model."""
+    folder = workdir / open_model.TOKENIZER
     folder.mkdir(exist_ok=True)
-    for name, content in hf_write.tokenizer_files(run.model.tokenizer).items():
+    for name, content in hf_write.tokenizer_files(tokenizer).items():
         (folder / name).write_bytes(content)
 
 

@@ -70,6 +70,7 @@ def open_and_plan(
 
     It runs on `devices`, by default all there are.
     """
+    optimisers.check(settings.optim)
     with runtime.main_first("model"):
         model = open_model.open_model(
             settings.model.path,
@@ -96,7 +97,7 @@ def build(model: builtin.Model, plan: Plan, say: Say) -> tuple[Run, train_state.
 
     tx = optimisers.transformation(settings.optim, plan.trainable_infos)
     layout = programs.layout_of(plan, tx)
-    meta_for = functools.partial(_meta, model, plan, data, schedule_steps)
+    meta_for = functools.partial(meta_of, model, plan, data.fingerprint, schedule_steps)
     begun: beginning.Beginning | beginning.Base
     if saved is None:
         begun = beginning.begin_fresh(model, plan, say)
@@ -121,7 +122,7 @@ def build(model: builtin.Model, plan: Plan, say: Say) -> tuple[Run, train_state.
         total_steps=total,
         checkpoints=checkpoints,
         meta=meta_for(begun.fingerprint),
-        extras=_extras(settings, begun.base, begun.initial),
+        extras=extras_of(settings, begun.base, begun.initial),
     )
     return _compiled(run, state, say), state
 
@@ -139,7 +140,7 @@ def fetch_progress(say: Say) -> Callable[[str, int, int], None]:
     return report
 
 
-def _extras(
+def extras_of(
     settings: schema.Config, base: trees.Tree, initial: trees.Tree
 ) -> dict[str, trees.Tree]:
     """What a checkpoint holds beside the state."""
@@ -147,10 +148,10 @@ def _extras(
     return ({"base": base} if saves_base else {}) | ({"initial": initial} if initial else {})
 
 
-def _meta(
+def meta_of(
     model: builtin.Model,
     plan: Plan,
-    data: data_load.RunData,
+    data_fingerprint: str,
     schedule_steps: int,
     base_fingerprint: str,
 ) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def _meta(
     return {
         "config": schema.as_flat(plan.config) | resolved,
         "base_fingerprint": base_fingerprint,
-        "data_fingerprint": data.fingerprint,
+        "data_fingerprint": data_fingerprint,
         "versions": {"purelora": purelora.__version__, "jax": jax.__version__},
         "adaptation": adaptation,
         "model_config": dict(model.source.config),

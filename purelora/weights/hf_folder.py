@@ -94,7 +94,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_unquantised(file: str) -> dict[str, Any]:
-    """The config.json `file`.
+    """Reads a config.json of a model that is not quantised, or as its family is published.
 
     Raises:
       ModelError: it is damaged, or says that the weights are quantised.
@@ -113,7 +113,7 @@ def read_unquantised(file: str) -> dict[str, Any]:
 
 
 def _is_read(config: Mapping[str, Any], quantisation: Mapping[str, Any]) -> bool:
-    """Whether the weights are quantised as their family is published."""
+    """Whether the weights are quantised in the way that their family is published in."""
     name = hf_config.architecture(config)
     return name in gpt_oss.ARCHITECTURES and quantisation.get("quant_method") == mxfp4.METHOD
 

@@ -14,7 +14,7 @@ _AGAIN = "download the file again"
 
 
 def open_folder(folder: str) -> tokenizer.Tokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json and the settings beside it.
+    """Reads the tokenizer of a Hugging Face folder.
 
     Raises:
       ModelError: tokenizer.json is missing, or a file is damaged.
@@ -52,12 +52,12 @@ def _check_added_ids(file: str, data: Mapping[str, Any], backend: tokenizers.Tok
     The library numbers them anew, in order, after the vocabulary: a hole would shift all of them.
     """
     for entry in data.get("added_tokens") or ():
-        found = backend.token_to_id(entry["content"])
-        if found != entry["id"]:
+        token_id = backend.token_to_id(entry["content"])
+        if token_id != entry["id"]:
             raise errors.ModelError(
                 f"{file}: added_tokens",
                 entry["content"],
-                f"is listed with id {entry['id']} but gets {found}, the next free one",
+                f"is listed with id {entry['id']} but gets {token_id}, the next free one",
                 "list the added tokens without holes after the vocabulary",
             )
 

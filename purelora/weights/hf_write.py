@@ -66,7 +66,7 @@ def write_folder(
 
 
 def fitting_config(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """The config of a model with these tensors: not quantised, of the type of most bytes."""
+    """A config.json that states the dtype of these tensors, the one with most bytes."""
     sizes: Counter[str] = Counter()
     for spec in tensors.values():
         sizes[spec.dtype.name] += spec.n_bytes
@@ -90,7 +90,7 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _write_shards(partial: str, tensors: Tensors, n_bytes: int, shard_bytes: int) -> None:
-    """The weights: one file, or shards with an index."""
+    """Writes the weights: one file, or shards with an index."""
     shards = _shards(tensors, shard_bytes)
     metadata = {"format": "pt"}
     if len(shards) == 1:
@@ -133,45 +133,45 @@ def folder_files(folder: str) -> dict[str, bytes]:
     Raises:
       ModelError: one of them cannot be read.
     """
-    found = {}
+    contents = {}
     for name in _COPIED:
         path = os.path.join(folder, name)
         if os.path.lexists(path):
             files.check_readable(path)
             with open(path, "rb") as file:
-                found[name] = file.read()
-    return found
+                contents[name] = file.read()
+    return contents
 
 
-def tokenizer_files(made: tokenizer.Tokenizer) -> dict[str, bytes]:
-    """The same for a tokenizer that came from no such folder."""
+def tokenizer_files(source: tokenizer.Tokenizer) -> dict[str, bytes]:
+    """The files of a Hugging Face tokenizer, for one that was not read from such a folder."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": made.add_bos,
+        "add_bos_token": source.add_bos,
         "clean_up_tokenization_spaces": False,
-        **made.special_tokens,
+        **source.special_tokens,
     }
-    if made.chat_template is not None:
-        settings["chat_template"] = made.chat_template
-    generation: dict[str, Any] = {"eos_token_id": list(made.eos_ids)} if made.eos_ids else {}
-    ids = {"bos_token_id": made.bos_id}
-    if made.pad_token is not None:
-        ids["pad_token_id"] = made.backend.token_to_id(made.pad_token)
+    if source.chat_template is not None:
+        settings["chat_template"] = source.chat_template
+    generation: dict[str, Any] = {"eos_token_id": list(source.eos_ids)} if source.eos_ids else {}
+    ids = {"bos_token_id": source.bos_id}
+    if source.pad_token is not None:
+        ids["pad_token_id"] = source.backend.token_to_id(source.pad_token)
     generation |= {key: value for key, value in ids.items() if value is not None}
     return {
-        "tokenizer.json": _with_bos(made).to_str(pretty=True).encode(),
+        "tokenizer.json": _with_bos(source).to_str(pretty=True).encode(),
         "tokenizer_config.json": _json(settings),
         "generation_config.json": _json(generation),
     }
 
 
-def _with_bos(made: tokenizer.Tokenizer) -> tokenizers.Tokenizer:
+def _with_bos(source: tokenizer.Tokenizer) -> tokenizers.Tokenizer:
     """The backend with a post-processor that puts a BOS in front, if the tokenizer wants one."""
-    backend = tokenizers.Tokenizer.from_str(made.backend.to_str())
-    if made.add_bos and made.bos_token is not None:
+    backend = tokenizers.Tokenizer.from_str(source.backend.to_str())
+    if source.add_bos and source.bos_token is not None:
         backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[made.bos_token, "$A"],
-            pair=[made.bos_token, "$A", made.bos_token, "$B"],
-            special_tokens=[(made.bos_token, made.bos_id)],
+            single=[source.bos_token, "$A"],
+            pair=[source.bos_token, "$A", source.bos_token, "$B"],
+            special_tokens=[(source.bos_token, source.bos_id)],
         )
     return backend

@@ -57,7 +57,7 @@ class RandomSource:
         return source.Tensor(array, source.digest("F32", shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """The values of one tensor in `box`; the tensor is drawn whole for it."""
+        """The values of one tensor in `box`; all of the tensor is drawn for it."""
         return self.read(name).array[box]
 
 

@@ -178,7 +178,7 @@ def _token_id(path: str, backend: tokenizers.Tokenizer, key: str, token: str | N
 
 @contextlib.contextmanager
 def backend_errors(path: str) -> Iterator[None]:
-    """Turns the errors of the tokenizers library, which are bare `Exception`s, into ours."""
+    """Turns the errors of the tokenizers library, which are bare `Exception`s, into ModelErrors."""
     try:
         yield
     except Exception as error:

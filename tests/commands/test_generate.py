@@ -22,7 +22,7 @@ from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode
 from purelora.training import compilation
 from purelora.weights import load as weights_load
-from tests.support import runs, tiny
+from tests.support import runs
 
 REPO = pathlib.Path(__file__).parents[2]
 CONFIG = builtin.tiny().source.config
@@ -41,12 +41,6 @@ def tiny_opened() -> builtin.Model:
         for name, array in builtin.random_llama(CONFIG, 0).items()
     }
     return builtin.Model(source.ArraySource("tiny", CONFIG, arrays), builtin.tiny().tokenizer)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
 
 
 @pytest.fixture(autouse=True)

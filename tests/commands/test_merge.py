@@ -24,12 +24,6 @@ from tests.support.loaded_models import loaded, logits
 FEATURES = trained_adapters.FEATURES | trained_adapters.UNTIED
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 class Base:
     """The tiny built-in model as files, tied or not, with what it computes."""
 

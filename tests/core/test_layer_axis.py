@@ -30,12 +30,6 @@ LAYERS = 11  # Unlike all SIZES, so that a size tells which dimension it is.
 QUICK = settings(max_examples=150, deadline=None)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def of_type(kind, entries):
     return P(*entries) if kind is P else kind(entries)
 

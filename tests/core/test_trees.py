@@ -24,12 +24,6 @@ TREES = st.dictionaries(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 @given(TREES)
 @settings(max_examples=60, deadline=None)
 def test_unflatten_is_the_inverse_of_flatten(tree):

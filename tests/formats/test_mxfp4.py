@@ -23,12 +23,6 @@ QUANTISED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_co
 PACKED = ("gate_up_proj", "down_proj")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def value(code: int, scale: int) -> float:
     """Sign, two bits of exponent with a bias of 1, one of mantissa; and the scale."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1

@@ -111,14 +111,13 @@ def test_logits_are_those_of_the_folder(tmp_path):
     arrays = write(tmp_path / "a.gguf", config)
     model_files.write_hf(tmp_path, arrays, config)
     ids = tiny.tokens(1)[0].tolist()
-    with tiny.quick_compiles():
-        ours, wanted = (
-            oracle_values.logits_of(*loaded(found), ids)
-            for found in (
-                gguf_read.open_file(str(tmp_path / "a.gguf")),
-                hf_folder.open_folder(str(tmp_path)),
-            )
+    ours, wanted = (
+        oracle_values.logits_of(*loaded(found), ids)
+        for found in (
+            gguf_read.open_file(str(tmp_path / "a.gguf")),
+            hf_folder.open_folder(str(tmp_path)),
         )
+    )
     assert np.ptp(wanted) > 1
     np.testing.assert_array_equal(ours, wanted)
 
@@ -145,8 +144,7 @@ def test_transformers_computes_the_same(tmp_path):
     ids = tiny.tokens(1)[0].tolist()
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0].numpy()
-    with tiny.quick_compiles():
-        ours = oracle_values.logits_of(*loaded(found), ids)
+    ours = oracle_values.logits_of(*loaded(found), ids)
     np.testing.assert_allclose(ours, wanted, atol=2e-4)
 
 

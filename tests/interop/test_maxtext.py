@@ -44,12 +44,6 @@ BASES = (
 REPO = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def items(name: str) -> str:
     found = maxtext_folder.find(str(DATA / name))
     assert found is not None

@@ -19,12 +19,6 @@ from tests.support.trained_adapters import CASES, FEATURES, UNTIED, trained
 FINGERPRINT = "f" * 64
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def plain_model(tied: bool) -> causal_lm.CausalLM:
     return tiny.model(tie_word_embeddings=tied, attention_bias=True, mlp_bias=True)
 

@@ -47,12 +47,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def adapted(name: str, seed: int = 9) -> tuple[causal_lm.CausalLM, Any, artefact.Adapter]:
     """A model, its adapters as if trained, and these as an artefact."""
     settings = tiny.lora_config(**SETTINGS[name])

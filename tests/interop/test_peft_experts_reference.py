@@ -35,12 +35,6 @@ def some(cases: Any, *quick: str) -> list[Any]:
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def theirs(made: Made) -> Any:
     return type(made.theirs).from_pretrained(str(made.folder), attn_implementation="eager")
 

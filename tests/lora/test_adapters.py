@@ -18,12 +18,6 @@ from tests.support import tiny
 ATTN, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def names(target_modules, exclude=(), **changes) -> set[str]:
     """Hugging Face names of the modules that get adapters."""
     m = tiny.with_lora(tiny.model(**changes), target_modules, exclude)

@@ -18,12 +18,6 @@ from tests.support.expert_adapters import EXPERTS, lora_masked
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def taken(family: str, word: str) -> dict[str, list[str]]:
     """The modules that a word takes, and their names."""
     m = tiny.with_lora(tiny.model(family), word)

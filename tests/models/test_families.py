@@ -38,12 +38,6 @@ ONE, ALL = hf_config.SLIDING, hf_config.FULL
 LENGTH = 11  # Beyond every window, and enough for the shortest to lie wholly inside.
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma2", *some("gemma3")])
 def test_logits_of_the_plain_model(name):
     """With adapters on all matrices, the head too."""

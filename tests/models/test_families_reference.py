@@ -28,12 +28,6 @@ peft = pytest.importorskip("peft")
 made = reference_models.made
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def test_the_file_as_first_written_is_the_same_model(made, request):
     """Of the older spellings in `families` and the newer ones that transformers writes."""
     name = request.node.callspec.params["made"]

@@ -21,12 +21,6 @@ AROUND = "base_model.model.model.layers.1.mlp.experts"
 GATE, UP = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate", "up"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def config() -> dict[str, Any]:
     return tiny.hf_config("gpt_oss", **SIZES)
 

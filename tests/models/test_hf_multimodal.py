@@ -23,12 +23,6 @@ VISION = {"model.vision_tower.layers.0.self_attn.k_proj.weight": (4, 3),
           "model.multi_modal_projector.norm.weight": (5,)}  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def nested(**changes):
     """A config.json of Gemma 3 with images; changes are to its text model."""
     text = tiny.hf_config("gemma3", vocab_size=259, num_hidden_layers=2, **changes)

@@ -30,12 +30,6 @@ NESTED = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 @pytest.fixture(scope="module", params=NESTED)
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")

@@ -34,12 +34,6 @@ SCALED = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 @pytest.fixture(scope="module")
 def adapted():
     """A model with adapters on all matrices, the head too; its base, adapters and hidden()."""

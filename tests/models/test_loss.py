@@ -14,16 +14,9 @@ from purelora.lora import kinds
 from purelora.models import layers, loss, params
 from purelora.ops import quant
 from purelora.sharding import parallel
-from tests.support import tiny
 
 B, T, D, V, R = 3, 7, 16, 40, 4
 CHUNKS = (1, 8, 100)  # Of 21 tokens: 8 does not divide them.
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
 
 
 @pytest.fixture(scope="module")

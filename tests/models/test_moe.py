@@ -26,12 +26,6 @@ from tests.support.tiny import Case
 TINY = f"--config={pathlib.Path(__file__).parents[2]}/configs/tiny.py"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 # ---- grouped products --------------------------------------------------------------------------
 
 GROUPINGS = {

@@ -16,12 +16,6 @@ from tests.support import tiny
 MIXED, EXPERTS = "qwen3_moe with plain layers", "gemma4 with experts"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def expanded(runs, times=None):
     """The sequence that runs stand for, or that they do when each is repeated so often."""
     found = []

@@ -7,16 +7,9 @@ import numpy as np
 import pytest
 
 from purelora.ops import attention
-from tests.support import tiny
 
 LENGTH = 13
 SEGMENTS = jnp.array([[1] * 6 + [2] * 5 + [0] * 2, [1] * 13])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
 
 
 def arrays(length: int = LENGTH):

@@ -27,12 +27,6 @@ PACKED = ["int4", "nf4"]
 KINDS = [("float", None), *((qtype, tile) for qtype in QTYPES for tile in (None, 8))]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def layout(name: str, tile: int | None, qtype: str = "int8") -> qwix.QArray:
     """The QArray of infos of one matrix."""
     infos = {"weight": LAYOUTS[name]}

@@ -17,12 +17,6 @@ from purelora.sharding import rules as rules_lib
 from tests.support import tiny
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def spec(shape, axes, mesh, rules=rules_lib.RULES) -> P:
     leaf = param_info.ParamInfo(shape, "float32", axes, contracting=-2 if len(shape) > 1 else None)
     return specs.spec_tree({"w": leaf}, mesh, rules)["w"]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from purelora.checkpoint import store
 from purelora.commands import train
 from purelora.config import command_line
 from purelora.training import setup
@@ -39,6 +40,14 @@ def built(workdir: pathlib.Path, *arguments: str):
 def saved_state(workdir: pathlib.Path, *arguments: str):
     """The state in a run's newest checkpoint, through the same path as a resumed run."""
     return built(workdir, "--config.checkpoint.resume=must", *arguments)[1]
+
+
+def saved_leaves(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """The state that a run saved at a step, by dotted path, as it lies on disk."""
+    checkpoints = store.to_read(workdir / "checkpoints")
+    leaves = checkpoints.leaves(step, "state")
+    checkpoints.close()
+    return leaves
 
 
 def bits(leaf: Any) -> np.ndarray:

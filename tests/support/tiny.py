@@ -1,9 +1,8 @@
 """Tiny models, batches and compiled steps that the tests share."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -24,15 +23,6 @@ from tests.support import families
 VOCAB, LAYERS = families.VOCAB, families.LAYERS
 LENGTH, ROWS = 12, 32
 LEARNING_RATE = 64.0  # A power of two, so that gradients are read off an SGD step without rounding.
-
-
-@contextlib.contextmanager
-def quick_compiles() -> Iterator[None]:
-    """Halves the time to compile; results differ by rounding only."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def with_slow(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:

@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "loha of several ranks": {
         "peft_type": "loha",
         "target_modules": ("k_proj", "up_proj"),
+        "layers_to_transform": (0, 1),
         "rank_pattern": {r"layers\.1\.mlp\.up_proj": 7},
         "alpha_pattern": {"k_proj": 3.0},
     },

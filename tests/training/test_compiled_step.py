@@ -26,12 +26,6 @@ FP8 = Case("fp8", fsdp=4, accum=2, dtype="bfloat16")
 CASES = (FSDP, FSDP_REMAT, SHARDED, OTHER_SIZES, INT4, NF4, FP8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def ids(case: Case) -> str:
     return str(case)
 

@@ -101,16 +101,16 @@ def test_an_adapter_that_cannot_be_written_leaves_the_one_before(finished, workd
 
 
 def test_every_start_has_an_entry(finished):
-    entries = json.loads((finished / "run" / run_folder.STORY).read_text())
+    entries = json.loads((finished / "run" / run_folder.RECORD).read_text())
     assert [entry["first_step"] for entry in entries] == [0, 2]
     assert not (finished / "run" / "run.json.old").exists()
 
 
 @pytest.mark.parametrize("text", ["[{", "{}", "\x80"])
 def test_a_damaged_story_is_set_aside_and_named(workdir, text, capsys):
-    (workdir / run_folder.STORY).write_bytes(text.encode("latin-1"))
+    (workdir / run_folder.RECORD).write_bytes(text.encode("latin-1"))
     assert _run(workdir, 5) == 0
-    assert f"{workdir / run_folder.STORY}: is damaged" in capsys.readouterr().out
+    assert f"{workdir / run_folder.RECORD}: is damaged" in capsys.readouterr().out
     assert (workdir / "run.json.old").read_bytes() == text.encode("latin-1")
-    entries = json.loads((workdir / run_folder.STORY).read_text())
+    entries = json.loads((workdir / run_folder.RECORD).read_text())
     assert [entry["first_step"] for entry in entries] == [4]

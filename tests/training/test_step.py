@@ -62,12 +62,6 @@ ADAM = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def ids(case: Case) -> str:
     return str(case)
 

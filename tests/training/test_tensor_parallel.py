@@ -16,13 +16,6 @@ from purelora.training.plan import Plan
 from tests.support import compiled_steps, plain_step, tiny
 from tests.support.tiny import Case
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 ALL = r".*(proj|lm_head|embed_tokens)"
 FEATURES = {
     "dora": (("use_dora", True),),

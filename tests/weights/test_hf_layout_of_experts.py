@@ -27,12 +27,6 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    with tiny.quick_compiles():
-        yield
-
-
 def loaded(arrays, m: causal_lm.CausalLM, *, qtype="none", tile=None, mesh=None, experts=None):
     mesh = tiny.mesh() if mesh is None else mesh
     infos = quant.quantised_infos(m.infos, qtype=qtype, tile_size=tile, skip=("gate",))

@@ -63,7 +63,7 @@ _GEMMA3_27B_LAYERS = 62
 
 
 def _derive_gemma3(path: str, prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scale of the scores: from the head size H, but in the 27B model from D / N."""
+    """`query_pre_attn_scalar`: the head size H, but D / N in the 27B model."""
     scaling = config.get("rope_scaling")
     if scaling and scaling != {"rope_type": "linear", "factor": scaling.get("factor")}:
         # The released models have no other; what it would be for layers with a window is not clear.

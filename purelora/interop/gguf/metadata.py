@@ -39,7 +39,7 @@ _OTHER_KEYS = frozenset(
 def translate(
     container: gguf_file.Container, prefix: str, arch: architectures.Arch, names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The metadata as a Hugging Face config; what the file does not say stays absent."""
+    """The metadata as a Hugging Face config.json; keys that the file does not state are absent."""
     _check_known_keys(container, prefix, arch)
     config: dict[str, Any] = {
         "model_type": arch.model_type,
@@ -76,9 +76,9 @@ def _check_known_keys(
 ) -> None:
     """Refuses settings of the architecture that would be ignored, and mixtures of experts."""
     keys = _CONFIG_KEYS + rope_scaling.KEYS + arch.settings
-    known = _OTHER_KEYS.union(suffix for suffix, _, _ in keys)
+    suffixes = _OTHER_KEYS.union(suffix for suffix, _, _ in keys)
     settings = [key for key in container.fields if key.startswith(prefix + ".")]
-    unknown = [key for key in settings if key.removeprefix(prefix + ".") not in known]
+    unknown = [key for key in settings if key.removeprefix(prefix + ".") not in suffixes]
     if unknown:
         raise errors.ModelError(
             container.path,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from purelora.core import errors
+from purelora.core.paths import Path
 from purelora.formats import gguf_file, source
 from purelora.interop.gguf import architectures, metadata, rope_scaling
 
@@ -49,11 +50,12 @@ class GGUFSource:
         source.check_name(self.path, name, self.names)
         stored = self.names[name]
         tensor = self.container.read(stored)
-        base, kind = stored.split(".")[-2:]
+        path = Path(stored)
+        base = path.parent.name
         if base in self.arch.permuted:
             heads = self.config[self.arch.permuted[base]]
             return tensor._replace(array=unpermute_rows(tensor.array, heads))
-        if self.arch.norm_offset and base.endswith("norm") and kind == "weight":
+        if self.arch.norm_offset and base.endswith("norm") and path.name == "weight":
             weight = tensor.array.astype(np.float32) - np.float32(self.arch.norm_offset)
             return tensor._replace(array=weight)
         return tensor
@@ -63,7 +65,7 @@ class GGUFSource:
         source.check_name(self.path, name, self.names)
         stored = self.names[name]
         # `read` subtracts the offset of norms; reading a whole vector costs little.
-        if len(box) == 1 or stored.split(".")[-2] in self.arch.permuted:
+        if len(box) == 1 or Path(stored).parent.name in self.arch.permuted:
             return self.read(name).array[box]
         return self.container.read_rows(stored, box[0])[(slice(None), *box[1:])]
 
@@ -76,15 +78,15 @@ def open_file(path: str) -> GGUFSource:
     """
     container = gguf_file.open_container(path)
     arch_name = container.required("general.architecture", str)
-    known = architectures.ARCHS
-    if arch_name not in known:
+    archs = architectures.ARCHS
+    if arch_name not in archs:
         raise errors.ModelError(
             f"{path}: general.architecture",
             arch_name,
             "is an architecture whose GGUF files are not read",
-            f"known: {', '.join(sorted(known))}; use the model's safetensors folder instead",
+            f"known: {', '.join(sorted(archs))}; use the model's safetensors folder instead",
         )
-    arch = known[arch_name]
+    arch = archs[arch_name]
     names = _translate_names(container, arch)
     config = metadata.translate(container, arch_name, arch, names)
     _check_permuted(container, arch, config, names)
@@ -92,7 +94,7 @@ def open_file(path: str) -> GGUFSource:
 
 
 def unpermute_rows(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from interleaved order (0, h/2, 1, h/2 + 1, ...) back to halves.
+    """Undoes the order of rows of interleaved rotary embeddings: 0, h/2, 1, h/2 + 1, ... of a head.
 
     llama.cpp rotates neighbouring pairs of rows, Hugging Face rows half a head apart; the
     converter reorders the rows of Q and K to make up for it, and this is the way back.
@@ -106,7 +108,7 @@ def _translate_names(container: gguf_file.Container, arch: architectures.Arch) -
     names: dict[str, str] = {}
     unknown = []
     for name in container.tensors:
-        stem, _, kind = name.rpartition(".")
+        stem, kind = Path(name).parent, Path(name).name
         layer = _LAYER_NAME.fullmatch(stem)
         if layer and layer[2] in arch.layer and kind in ("weight", "bias"):
             names[f"model.layers.{int(layer[1])}.{arch.layer[layer[2]]}.{kind}"] = name
@@ -132,7 +134,7 @@ def _check_permuted(
 ) -> None:
     """Checks that the rows of each permuted tensor divide into heads of an even size."""
     for name in names.values():
-        base = name.rpartition(".")[0].rpartition(".")[2]
+        base = Path(name).parent.name
         if base not in arch.permuted:
             continue
         key = arch.permuted[base]

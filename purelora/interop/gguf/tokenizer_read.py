@@ -66,7 +66,7 @@ class _Vocabulary(NamedTuple):
 
 
 def read(container: gguf_file.Container) -> tokenizer.Tokenizer:
-    """The tokenizer in the metadata of a GGUF file.
+    """Builds the tokenizer that a GGUF file describes.
 
     Raises:
       ModelError: metadata is missing or damaged, or of a kind that is not known.
@@ -145,7 +145,7 @@ def _named_id(container: gguf_file.Container, key: str, vocabulary: _Vocabulary)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Declares the tokens that are found in the text before anything else."""
+    """Declares special and user-defined tokens, which are matched before text is cut."""
     added = [
         tokenizers.AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -158,7 +158,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
 def _byte_level(
     container: gguf_file.Container, vocabulary: _Vocabulary
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """A byte-level BPE tokenizer, and whether its kind adds a BOS unless told otherwise."""
+    """A byte-level BPE tokenizer, and whether such tokenizers add a BOS by default."""
     name = container.required("tokenizer.ggml.pre", str)
     if name not in _PRE_TOKENIZERS:
         raise errors.ModelError(

@@ -1,6 +1,6 @@
-"""The metadata that a GGUF file keeps a tokenizer in, for writing.
+"""Writes a tokenizer as metadata of a GGUF file.
 
-Copied where the base came from a GGUF file; otherwise made from a byte-level BPE tokenizer. GGUF
+Copied where the base came from a GGUF file; otherwise built from a byte-level BPE tokenizer. GGUF
 has only a name for the way in which such a tokenizer cuts text, so a tokenizer that cuts in no
 way that `tokenizer_read` knows cannot be written.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gguf as gguf_library
+import gguf
 import tokenizers
 
 from purelora.core import errors
@@ -21,12 +21,12 @@ _PREFIX = "tokenizer."
 _INSTEAD = "write a safetensors folder instead"
 # Of names that stand for one and the same way of cutting, the one that llama.cpp itself writes.
 _CUTTERS = ("smollm", "gpt-2", "llama-bpe", "qwen2")
-_TYPES = gguf_library.TokenType
-_VALUES = gguf_library.GGUFValueType
+_TYPES = gguf.TokenType
+_VALUES = gguf.GGUFValueType
 
 
 def copied_fields(container: gguf_file.Container) -> dict[str, Any]:
-    """The tokenizer's metadata of another GGUF file."""
+    """The metadata of the tokenizer of a GGUF file, to be written into another."""
     return {key: value for key, value in container.fields.items() if key.startswith(_PREFIX)}
 
 
@@ -59,7 +59,7 @@ def fields_of(path: str, written: tokenizer.Tokenizer, rows: int) -> dict[str, A
     return named
 
 
-def add_fields(writer: gguf_library.GGUFWriter, fields: Mapping[str, Any]) -> None:
+def add_fields(writer: gguf.GGUFWriter, fields: Mapping[str, Any]) -> None:
     """Adds metadata: ids as uint32, other numbers, strings and lists as their own types."""
     for key, value in fields.items():
         if isinstance(value, bool):
@@ -75,7 +75,7 @@ def add_fields(writer: gguf_library.GGUFWriter, fields: Mapping[str, Any]) -> No
 
 
 def _check_kind(path: str, data: Mapping[str, Any]) -> None:
-    """Raises for tokenizers that are no byte-level BPE, or whose tokens take spaces along."""
+    """Raises ModelError for a tokenizer that is no byte-level BPE, or cannot be said in GGUF."""
     model = data["model"]
     decoder = (data["decoder"] or {}).get("type")
     problems = []
@@ -125,20 +125,20 @@ def _merge(item: str | Sequence[str]) -> str:
 def _special_ids(path: str, written: tokenizer.Tokenizer) -> dict[str, int]:
     """The ids of the special tokens, and of further tokens that end a turn or text."""
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for short, name in keys.items():
         token = written.special_tokens.get(f"{short}_token")
         token_id = None if token is None else written.backend.token_to_id(token)
         if token_id is not None:
-            found[f"{name}_token_id"] = token_id
-    more = [token_id for token_id in written.eos_ids if token_id != found.get("eos_token_id")]
+            ids[f"{name}_token_id"] = token_id
+    more = [token_id for token_id in written.eos_ids if token_id != ids.get("eos_token_id")]
     slots = ["eot_token_id", "eom_token_id"]
-    if "eos_token_id" not in found:
+    if "eos_token_id" not in ids:
         slots.insert(0, "eos_token_id")
     if len(more) > len(slots):
         what = f"are {len(written.eos_ids)} ids that end a text, and GGUF has no place for so many"
         raise errors.ModelError(f"{path}: eos_token_id", written.eos_ids, what, _INSTEAD)
-    return found | dict(zip(slots, more, strict=False))
+    return ids | dict(zip(slots, more, strict=False))
 
 
 def _cutter_name(path: str, data: Mapping[str, Any]) -> str:
@@ -148,8 +148,8 @@ def _cutter_name(path: str, data: Mapping[str, Any]) -> str:
         if _cutting(_sample(name)) == wanted:
             return name
     what = "cuts text in a way that GGUF has no known name for"
-    known = f"known: {', '.join(_CUTTERS)}; {_INSTEAD}"
-    raise errors.ModelError(f"{path}: tokenizer", data["pre_tokenizer"], what, known)
+    remedy = f"known: {', '.join(_CUTTERS)}; {_INSTEAD}"
+    raise errors.ModelError(f"{path}: tokenizer", data["pre_tokenizer"], what, remedy)
 
 
 def _cutting(data: Mapping[str, Any]) -> list[Any]:

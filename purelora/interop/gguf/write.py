@@ -1,6 +1,6 @@
 """Writes a model of the llama architecture as a GGUF file.
 
-The way back of `gguf`: Hugging Face names and layout become those of llama.cpp, which rotates
+The inverse of `read`: Hugging Face names and layout become those of llama.cpp, which rotates
 neighbouring rows of Q and K. Tensors are asked for one at a time, in the order of the file.
 """
 
@@ -9,11 +9,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import gguf as gguf_library
+import gguf
 import ml_dtypes
 import numpy as np
 
 from purelora.core import errors
+from purelora.core.paths import Path
 from purelora.formats import atomic_output, safetensors_file
 from purelora.interop.gguf import architectures, rope_scaling, tokenizer_write
 
@@ -21,9 +22,9 @@ Tensors = Mapping[str, safetensors_file.LazyTensor]
 # Element types of matrices, by GGUF's number of the file's type. Everything else is float32.
 FILE_TYPES: Mapping[str, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _INSTEAD = "write a safetensors folder instead"
-_Q8_0 = gguf_library.GGMLQuantizationType.Q8_0
+_Q8_0 = gguf.GGMLQuantizationType.Q8_0
 # A block of 32 codes, a float16 scale in front of them.
-_Q8_0_BYTES = gguf_library.GGML_QUANT_SIZES[_Q8_0][1]
+_Q8_0_BYTES = gguf.GGML_QUANT_SIZES[_Q8_0][1]
 
 # What the writer's methods are called for each key of the config.
 _SETTINGS: Mapping[str, str] = {
@@ -64,13 +65,13 @@ def write_file(
         raise ValueError("a llama has an output head of its own, or tie_word_embeddings")
     _check_config(path, config)
     plan = _plan(path, config, tensors, element_type)
-    writer = gguf_library.GGUFWriter(None, "llama")
+    writer = gguf.GGUFWriter(None, "llama")
     _add_settings(writer, config, element_type)
     tokenizer_write.add_fields(writer, tokenizer_fields)
     for item in plan:
         # The type decides, not the dtype that the library asks for.
-        shape, n_bytes = item.spec.shape, item.n_bytes
-        writer.add_tensor_info(item.name, shape, np.dtype(np.float32), n_bytes, item.kind)
+        shape, n_bytes = item.tensor.shape, item.n_bytes
+        writer.add_tensor_info(item.name, shape, np.dtype(np.float32), n_bytes, item.ggml_type)
     with atomic_output.new_file(path, sum(item.n_bytes for item in plan)) as partial:
         try:
             writer.write_header_to_file(pathlib.Path(partial))
@@ -90,9 +91,9 @@ class _Item:
     """A tensor of the file: its GGUF name, type and size, its values, and heads to permute by."""
 
     name: str
-    kind: gguf_library.GGMLQuantizationType
+    ggml_type: gguf.GGMLQuantizationType
     n_bytes: int
-    spec: safetensors_file.LazyTensor
+    tensor: safetensors_file.LazyTensor
     heads: int | None = None
 
 
@@ -101,31 +102,31 @@ def _plan(path: str, config: Mapping[str, Any], tensors: Tensors, element_type: 
     names = _gguf_names(config["num_hidden_layers"])
     arch = architectures.ARCHS["llama"]
     plan, problems = [], []
-    for hf_name, spec in tensors.items():
-        stem, _, ending = hf_name.rpartition(".")
-        kind = gguf_library.GGMLQuantizationType[
-            element_type.upper() if len(spec.shape) == 2 else "F32"
+    for hf_name, tensor in tensors.items():
+        stem, ending = Path(hf_name).parent, Path(hf_name).name
+        ggml_type = gguf.GGMLQuantizationType[
+            element_type.upper() if len(tensor.shape) == 2 else "F32"
         ]
-        block, block_bytes = gguf_library.GGML_QUANT_SIZES[kind]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
         if stem not in names or ending not in ("weight", "bias"):
             what = "has no place in a llama GGUF"
             problems.append(errors.Problem(f"{path}: {hf_name}", None, what, _INSTEAD))
             continue
-        if spec.shape[-1] % block:
+        if tensor.shape[-1] % block:
             what = f"has rows that do not divide into blocks of {block}"
             remedy = f"use another element type than {element_type}"
-            problems.append(errors.Problem(f"{path}: {hf_name}", spec.shape, what, remedy))
-        n_bytes = int(np.prod(spec.shape)) // block * block_bytes
-        permuted = arch.permuted.get(names[stem].rpartition(".")[2])
+            problems.append(errors.Problem(f"{path}: {hf_name}", tensor.shape, what, remedy))
+        n_bytes = int(np.prod(tensor.shape)) // block * block_bytes
+        permuted = arch.permuted.get(Path(names[stem]).name)
         heads = config[permuted] if permuted else None
-        plan.append(_Item(f"{names[stem]}.{ending}", kind, n_bytes, spec, heads))
+        plan.append(_Item(f"{names[stem]}.{ending}", ggml_type, n_bytes, tensor, heads))
     if problems:
         raise errors.ModelError.of(errors.first(problems, path))
     factors = _rope_factors(config)
     if factors is not None:
-        spec = safetensors_file.LazyTensor.of(factors)
+        tensor = safetensors_file.LazyTensor.of(factors)
         plan.append(
-            _Item(rope_scaling.FACTORS, gguf_library.GGMLQuantizationType.F32, factors.nbytes, spec)
+            _Item(rope_scaling.FACTORS, gguf.GGMLQuantizationType.F32, factors.nbytes, tensor)
         )
     return plan
 
@@ -141,7 +142,7 @@ def _gguf_names(n_layers: int) -> dict[str, str]:
 
 
 def permute_rows(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from halves to interleaved order; undone by `gguf.unpermute_rows`."""
+    """Rows of each head from halves to interleaved order; undone by `read.unpermute_rows`."""
     split = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return split.swapaxes(1, 2).reshape(array.shape)
 
@@ -151,26 +152,26 @@ def rounded(array: np.ndarray, element_type: str) -> np.ndarray:
     if array.ndim != 2 or element_type == "f32":
         return array
     if element_type == "q8_0":
-        stored = gguf_library.quants.quantize(array, _Q8_0)
-        values: np.ndarray = gguf_library.quants.dequantize(stored, _Q8_0)
+        stored = gguf.quants.quantize(array, _Q8_0)
+        values: np.ndarray = gguf.quants.dequantize(stored, _Q8_0)
         return values
     return array.astype(_FLOATS[element_type.upper()]).astype(np.float32)
 
 
 def _stored(path: str, item: _Item) -> np.ndarray:
     """The values of a tensor as they lie in the file."""
-    array = item.spec.load()
-    assert array.shape == item.spec.shape, (item.name, array.shape)
+    array = item.tensor.load()
+    assert array.shape == item.tensor.shape, (item.name, array.shape)
     if item.heads is not None:
         array = permute_rows(array, item.heads)
     with np.errstate(over="ignore", invalid="ignore"):
-        if item.kind == _Q8_0:
-            stored = gguf_library.quants.quantize(array.astype(np.float32), _Q8_0)
+        if item.ggml_type == _Q8_0:
+            stored = gguf.quants.quantize(array.astype(np.float32), _Q8_0)
             floats = stored.reshape(-1, _Q8_0_BYTES)[:, :2].copy().view(np.float16)
         else:
-            stored = floats = np.ascontiguousarray(array, _FLOATS[item.kind.name])
+            stored = floats = np.ascontiguousarray(array, _FLOATS[item.ggml_type.name])
     if not np.isfinite(floats).all():
-        what = f"holds NaN, infinity or values too large for {item.kind.name}"
+        what = f"holds NaN, infinity or values too large for {item.ggml_type.name}"
         raise errors.ModelError(f"{path}: {item.name}", None, what, "try bf16 or f32")
     return stored
 
@@ -181,10 +182,8 @@ _FLOATS: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_d
 # ---- settings ----------------------------------------------------------------------------------
 
 
-def _add_settings(
-    writer: gguf_library.GGUFWriter, config: Mapping[str, Any], element_type: str
-) -> None:
-    """The metadata of the architecture."""
+def _add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any], element_type: str) -> None:
+    """Adds the metadata of the architecture."""
     for key, method in _SETTINGS.items():
         getattr(writer, method)(config[key])
     head_dim = _head_dim(config)
@@ -194,11 +193,11 @@ def _add_settings(
     rope = _rope(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf_library.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     writer.add_file_type(FILE_TYPES[element_type])
     if element_type == "q8_0":
-        writer.add_quantization_version(gguf_library.GGML_QUANT_VERSION)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
 def _check_config(path: str, config: Mapping[str, Any]) -> None:
@@ -210,11 +209,13 @@ def _check_config(path: str, config: Mapping[str, Any]) -> None:
         "sliding_window": (None,),
         "rope_scaling: rope_type": ("default", "linear", "llama3"),
     }
-    found = {**config, "rope_scaling: rope_type": rope_type}
+    settings = {**config, "rope_scaling: rope_type": rope_type}
     problems = [
-        errors.Problem(f"{path}: {key}", found.get(key), "has no place in a llama GGUF", _INSTEAD)
+        errors.Problem(
+            f"{path}: {key}", settings.get(key), "has no place in a llama GGUF", _INSTEAD
+        )
         for key, values in allowed.items()
-        if found.get(key) not in values
+        if settings.get(key) not in values
     ]
     missing = [key for key in _SETTINGS if config.get(key) is None]
     if missing:

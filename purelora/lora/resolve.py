@@ -150,7 +150,7 @@ def _full_leaves(
     known = {path: tuple(Path(name).parent for name in names)
              for path, names in leaves.items()}  # fmt: skip
     if is_tied:  # Both names are of the one table.
-        known[f"{EMBEDDING}.weight"] += modules[HEAD].names
+        known[f"{EMBEDDING}.weight"] += tuple(map(Path, modules[HEAD].names))
     problems: list[errors.Problem] = []
     chosen: dict[str, None] = {}
     for entry in settings.modules_to_save:

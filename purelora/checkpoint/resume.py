@@ -88,9 +88,9 @@ def restored(
         differs is named), or to another step.
     """
     checkpoints.check_fits(step, like, meta, schema.RESUMABLE)
-    found = checkpoints.restore(step, like)
-    if int(found.step) != step:
-        what = f"holds the state of step {int(found.step)}"
+    state = checkpoints.restore(step, like)
+    if int(state.step) != step:
+        what = f"holds the state of step {int(state.step)}"
         remedy = "give the folder its own number back"
         raise errors.CheckpointError(f"checkpoints/{step}", None, what, remedy)
-    return found
+    return state

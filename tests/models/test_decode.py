@@ -14,7 +14,7 @@ from purelora.core import errors, param_info, trees
 from purelora.core.batch import Inputs
 from purelora.inference import generation
 from purelora.interop import builtin
-from purelora.models import causal_lm, decode, sampling
+from purelora.models import causal_lm, decode, kv_cache, sampling
 from purelora.sharding import specs
 from purelora.weights import random_weights
 from purelora.weights import tokenizer as tokenizer_lib
@@ -145,7 +145,7 @@ def test_the_cache_is_written_in_place():
     m = tiny.model(num_hidden_layers=16)
     base, slots = tiny.weights(m), 2048
     static = decode._Static(m, sampling.GREEDY, np.dtype("float32"))
-    cache = m.empty_cache(2, slots, jnp.float32)
+    cache = kv_cache.empty(m.config, 2, slots, jnp.float32)
     state = decode._Rows(
         jnp.ones(2, jnp.int32),
         jnp.ones(2, jnp.int32),

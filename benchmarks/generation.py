@@ -64,19 +64,19 @@ def candidates(arguments: argparse.Namespace) -> tuple[dict[str, Generate], list
         qtype=arguments.qtype,
         tile_size=arguments.tile_size,
     )
-    talker = loaded_model.load_speaker(options, {})
-    voice = talker.voice(loaded_model.BASE)
-    ids = talker.ids(PROMPT, where="prompt", max_new_tokens=arguments.new_tokens)[:PROMPT_TOKENS]
+    loaded = loaded_model.load_model(options, {})
+    variant = loaded.variant(loaded_model.BASE)
+    ids = loaded.ids(PROMPT, where="prompt", max_new_tokens=arguments.new_tokens)[:PROMPT_TOKENS]
 
     def ours(prompts: list[list[int]], new_tokens: int) -> None:
         decode.complete(
-            voice.model,
-            voice.trainable,
-            voice.base,
+            variant.model,
+            variant.trainable,
+            variant.base,
             prompts,
             end_ids=(),
             max_new_tokens=new_tokens,
-            dtype=talker.dtype,
+            dtype=loaded.dtype,
         )
 
     runs: dict[str, Generate] = {"purelora": ours}

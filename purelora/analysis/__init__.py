@@ -1,4 +1,4 @@
-"""What a compiled program needs and does: HLO, memory, faults by kill.
+"""What a run needs and whether it resumes: HLO, memory, estimates, fault injection.
 
 It may import: training and all below.
 It may not know commands.

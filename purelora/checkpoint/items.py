@@ -33,11 +33,11 @@ def encoded(tree: Any, *, copy: bool) -> Item:
         name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()
     }
     spread = {name: a for name, a in plain.items() if _is_spread(a)}
-    own = jax.device_get({name: a for name, a in plain.items() if name not in spread})
+    on_host = jax.device_get({name: a for name, a in plain.items() if name not in spread})
     arrays: dict[str, np.ndarray | jax.Array] = {
         name: (jnp.copy(spread[name]) if copy else spread[name])
         if name in spread
-        else np.array(own[name], copy=copy or None)
+        else np.array(on_host[name], copy=copy or None)
         for name in plain
     }
     return Item(arrays, {"key_impls": impls})

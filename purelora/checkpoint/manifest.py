@@ -85,8 +85,8 @@ def _entry(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _text(files: dict[str, Any]) -> str:
-    own = hashlib.sha256(json.dumps(files).encode()).hexdigest()
-    return json.dumps({"files": files, "sha256": own}, indent=1) + "\n"
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, indent=1) + "\n"
 
 
 def _sync(path: pathlib.Path) -> None:

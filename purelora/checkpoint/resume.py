@@ -68,7 +68,7 @@ def agreed_step(
 
     step: int | None = runtime.from_main("step to resume from", find)
     if step is not None and not runtime.is_main():
-        checkpoints.trust(step)
+        checkpoints.mark_verified(step)
     return step
 
 
@@ -88,9 +88,9 @@ def restored(
         differs is named), or to another step.
     """
     checkpoints.check_fits(step, like, meta, schema.RESUMABLE)
-    found = checkpoints.restore(step, like)
-    if int(found.step) != step:
-        what = f"holds the state of step {int(found.step)}"
+    state = checkpoints.restore(step, like)
+    if int(state.step) != step:
+        what = f"holds the state of step {int(state.step)}"
         remedy = "give the folder its own number back"
         raise errors.CheckpointError(f"checkpoints/{step}", None, what, remedy)
-    return found
+    return state

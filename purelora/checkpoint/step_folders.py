@@ -70,7 +70,7 @@ class StepFolders:
                 self._damaged.add(step)
         return Newest(None, tuple(passed_over))
 
-    def trust(self, step: int) -> None:
+    def mark_verified(self, step: int) -> None:
         """Takes a step for whole as it is now."""
         self._verified[step] = manifest.stamp(self.path(step))
 

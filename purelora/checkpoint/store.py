@@ -107,9 +107,9 @@ class Checkpoints:
         if not self._in_background:
             self.wait()
 
-    def trust(self, step: int) -> None:
+    def mark_verified(self, step: int) -> None:
         """Takes a step for whole as it is now, because another process has found it so."""
-        self._folders.trust(step)
+        self._folders.mark_verified(step)
 
     def wait(self) -> None:
         """Waits for a save that is being written.

@@ -40,12 +40,12 @@ class Talk:
     """A conversation so far.
 
     Attributes:
-      voice: name of the adapter that answers, or `base`.
+      variant: name of the adapter that answers, or `base`.
       system: the system prompt, None for none.
       turns: the messages of user and assistant.
     """
 
-    voice: str
+    variant: str
     system: str | None
     turns: tuple[loaded_model.Message, ...] = ()
 
@@ -63,16 +63,16 @@ def main(argv: Sequence[str]) -> int:
     loaded_model.check(list(options.problems()))
     paths = loaded_model.adapter_paths(options.adapter)
     names = [loaded_model.BASE, *paths]
-    voice = options.use or (names[1] if paths else loaded_model.BASE)
-    if voice not in names:
-        raise loaded_model.unknown_name("--use", voice, names)
+    variant = options.use or (names[1] if paths else loaded_model.BASE)
+    if variant not in names:
+        raise loaded_model.unknown_name("--use", variant, names)
     compilation.use_cache("default")
-    talker = loaded_model.load_speaker(options, paths)
-    if talker.template is None:
+    loaded = loaded_model.load_model(options, paths)
+    if loaded.template is None:
         what, remedy = "has no chat template", "use python -m purelora.generate --raw"
         raise errors.ModelError(options.model, None, what, remedy)
-    loaded_model.say(f"{voice} answers; there are {', '.join(names)}. {', '.join(COMMANDS)}")
-    talk = Talk(voice, options.system)
+    loaded_model.say(f"{variant} answers; there are {', '.join(names)}. {', '.join(COMMANDS)}")
+    talk = Talk(variant, options.system)
     for line in _lines():
         if line == "/quit":
             break
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             if line.startswith("/"):
                 talk = obey(line, talk, names)
             elif line:
-                talk = answer(line, talk, talker, options)
+                talk = answer(line, talk, loaded, options)
         except errors.UserError as error:
             # The turn is dropped, and the conversation is what it was.
             for problem in error.problems:
@@ -103,7 +103,7 @@ def _lines() -> Iterator[str]:
         yield line.strip()
 
 
-def obey(line: str, talk: Talk, voices: Sequence[str]) -> Talk:
+def obey(line: str, talk: Talk, variants: Sequence[str]) -> Talk:
     """Carries out one of `COMMANDS`; returns the conversation after it.
 
     Raises:
@@ -112,30 +112,32 @@ def obey(line: str, talk: Talk, voices: Sequence[str]) -> Talk:
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     if command == "/adapter":
-        if rest not in voices:
-            raise loaded_model.unknown_name("/adapter", rest, voices)
+        if rest not in variants:
+            raise loaded_model.unknown_name("/adapter", rest, variants)
         loaded_model.say(f"{rest} answers")
-        return dataclasses.replace(talk, voice=rest)
+        return dataclasses.replace(talk, variant=rest)
     if command == "/system":
-        return Talk(talk.voice, rest or None)
+        return Talk(talk.variant, rest or None)
     if command == "/reset":
-        return Talk(talk.voice, talk.system)
+        return Talk(talk.variant, talk.system)
     remedy = errors.nearest(command, COMMANDS)
     raise errors.ConfigError(command, None, "is not a command", remedy)
 
 
-def answer(line: str, talk: Talk, talker: loaded_model.Speaker, options: Options) -> Talk:
+def answer(line: str, talk: Talk, loaded: loaded_model.LoadedModel, options: Options) -> Talk:
     """Prints the answer to a user's turn as it is generated; returns the longer conversation.
 
     Raises:
       DataError: the template fails, or the conversation has become too long.
     """
     asked = dataclasses.replace(talk, turns=(*talk.turns, {"role": "user", "content": line}))
-    ids = talker.ids(
+    ids = loaded.ids(
         asked.messages, where="the conversation", max_new_tokens=options.max_new_tokens
     )
-    voice = talker.voice(talk.voice)
-    answers = generation.speak(talker, voice, [ids], options, first_row=len(talk.turns), emit=_emit)
+    variant = loaded.variant(talk.variant)
+    answers = generation.answer(
+        loaded, variant, [ids], options, first_row=len(talk.turns), emit=_emit
+    )
     _emit("\n")
     turn = {"role": "assistant", "content": answers[0].text}
     return dataclasses.replace(asked, turns=(*asked.turns, turn))

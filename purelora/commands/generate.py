@@ -89,15 +89,15 @@ def main(argv: Sequence[str]) -> int:
     if options.output is not None:
         atomic_output.check_free(options.output)
     compilation.use_cache("default")
-    talker = loaded_model.load_speaker(options, paths)
+    loaded = loaded_model.load_model(options, paths)
     ids = [
-        talker.ids(p.content, where=p.where, max_new_tokens=options.max_new_tokens) for p in prompts
+        loaded.ids(p.content, where=p.where, max_new_tokens=options.max_new_tokens) for p in prompts
     ]
     with _writer(options, labelled=len(names) * len(prompts) > 1) as writer:
         for name in names:
             for start in range(0, len(prompts), options.batch_size):
                 batch = slice(start, start + options.batch_size)
-                writer.write_batch(talker, name, start, prompts[batch], ids[batch])
+                writer.write_batch(loaded, name, start, prompts[batch], ids[batch])
     return 0
 
 
@@ -128,7 +128,7 @@ class _Writer:
 
     def write_batch(
         self,
-        talker: loaded_model.Speaker,
+        loaded: loaded_model.LoadedModel,
         name: str,
         start: int,
         prompts: Sequence[Prompt],
@@ -138,9 +138,9 @@ class _Writer:
         streams = self.options.output is None and len(prompts) == 1
         if streams:
             self._label(name, start, prompts[0])
-        answers = generation.speak(
-            talker,
-            talker.voice(name),
+        answers = generation.answer(
+            loaded,
+            loaded.variant(name),
             ids,
             self.options,
             first_row=start,

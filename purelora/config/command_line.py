@@ -133,24 +133,24 @@ def options(kind: type[T], argv: Sequence[str]) -> T:
     return kind(**values)
 
 
-def divided(argv: Sequence[str], is_own: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+def divided(argv: Sequence[str], is_first: Callable[[str], bool]) -> tuple[list[str], list[str]]:
     """Divides a command line by the names of its options, each with the texts that follow it.
 
     Args:
       argv: the arguments.
-      is_own: whether an option is to be in the first list, by its name without dashes and value.
+      is_first: whether an option is to be in the first list, by its name without dashes and value.
 
     Returns:
       Those, and the others; texts before all options are among the others.
     """
-    own: list[str] = []
+    first: list[str] = []
     others: list[str] = []
     target = others
     for argument in argv:
         if argument.startswith("--"):
-            target = own if is_own(argument.removeprefix("--").partition("=")[0]) else others
+            target = first if is_first(argument.removeprefix("--").partition("=")[0]) else others
         target.append(argument)
-    return own, others
+    return first, others
 
 
 def _argument(name: str) -> str:
@@ -189,8 +189,8 @@ def quant_options() -> Iterator[None]:
         yield
     except errors.ConfigError as error:
         raise errors.ConfigError.of(
-            dataclasses.replace(problem, where=_argument(problem.where.removeprefix("quant.")))
-            if problem.where.startswith("quant.")
+            dataclasses.replace(problem, where=_argument(key.name))
+            if (key := Path(problem.where)).parent == "quant"
             else problem
             for problem in error.problems
         ) from error

@@ -44,9 +44,9 @@ class TextStream:
         return more
 
 
-def speak(
-    talker: loaded_model.Speaker,
-    voice: loaded_model.Voice,
+def answer(
+    loaded: loaded_model.LoadedModel,
+    variant: loaded_model.Variant,
     prompts: Sequence[Sequence[int]],
     options: loaded_model.ModelOptions,
     *,
@@ -54,17 +54,17 @@ def speak(
     emit: Callable[[str], None] | None = None,
 ) -> list["Answer"]:
     """Answers prompts together; `emit` gets the text of the first one as it comes."""
-    end_ids = talker.tokenizer.eos_ids
-    streams = [TextStream(talker.tokenizer, end_ids) for _ in prompts]
+    end_ids = loaded.tokenizer.eos_ids
+    streams = [TextStream(loaded.tokenizer, end_ids) for _ in prompts]
     counts, last = np.zeros(len(prompts), int), [-1] * len(prompts)
     steps = decode.stream(
-        voice.model,
-        voice.trainable,
-        voice.base,
+        variant.model,
+        variant.trainable,
+        variant.base,
         prompts,
         end_ids=end_ids,
         max_new_tokens=options.max_new_tokens,
-        dtype=talker.dtype,
+        dtype=loaded.dtype,
         how=options.sampling,
         seed=options.seed,
         first_row=first_row,

@@ -87,7 +87,7 @@ def check(problems: Sequence[errors.Problem]) -> None:
         raise errors.ConfigError.of(problems)
 
 
-class Voice(NamedTuple):
+class Variant(NamedTuple):
     """The model with one adapter, or with none.
 
     Attributes:
@@ -102,28 +102,28 @@ class Voice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Speaker:
+class LoadedModel:
     """A loaded model.
 
     Attributes:
       tokenizer: the tokenizer that came with the weights.
       template: the chat template; None if the tokenizer has none.
-      voices: the model without an adapter (`base`) and with each of them, by name.
+      variants: the model without an adapter (`base`) and with each of them, by name.
       dtype: dtype of the computation.
       longest: the largest number of positions that the model was made for; None if not stated.
     """
 
     tokenizer: tokenizers.Tokenizer
     template: chat.ChatTemplate | None
-    voices: Mapping[str, Voice]
+    variants: Mapping[str, Variant]
     dtype: Any
     longest: int | None
 
-    def voice(self, name: str) -> Voice:
+    def variant(self, name: str) -> Variant:
         """Raises ConfigError, with near names, if there is none of this name."""
-        if name not in self.voices:
-            raise unknown_name("--use", name, list(self.voices))
-        return self.voices[name]
+        if name not in self.variants:
+            raise unknown_name("--use", name, list(self.variants))
+        return self.variants[name]
 
     def ids(self, prompt: str | Sequence[Message], *, where: str, max_new_tokens: int) -> list[int]:
         """The tokens of plain text, or of messages with the beginning of an answer.
@@ -183,7 +183,7 @@ def adapter_paths(arguments: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
+def load_model(options: ModelOptions, paths: Mapping[str, str]) -> LoadedModel:
     """Opens the model and the adapters at `paths`, and reads the weights onto one device.
 
     Raises:
@@ -201,7 +201,7 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
     mesh = specs.make_mesh(1, 1, jax.devices()[:1])
     placed = specs.shardings(specs.spec_tree(infos, mesh), mesh)
     loaded = weights_load.load(opened.source, model, infos, placed)
-    voices = {BASE: Voice(model, loaded.tree, {})}
+    variants = {BASE: Variant(model, loaded.tree, {})}
     for name, one in attached.items():
         attach.check_base(adapters[name], loaded.fingerprint)
         attach.check_copies(one, loaded.tree)
@@ -209,11 +209,11 @@ def load_speaker(options: ModelOptions, paths: Mapping[str, str]) -> Speaker:
             say(f"{name}: {note}")
         trainable = jax.device_put(one.trainable, specs.replicated(mesh))
         parts = targets.split_trained(trees.flatten(loaded.tree), one.model.adaptation)
-        voices[name] = Voice(one.model, trees.unflatten(parts.frozen), trainable)
-    return Speaker(
+        variants[name] = Variant(one.model, trees.unflatten(parts.frozen), trainable)
+    return LoadedModel(
         tokenizer=opened.tokenizer,
         template=_template(opened.tokenizer, options.chat_template_kwargs),
-        voices=voices,
+        variants=variants,
         dtype=jnp.dtype(options.dtype),
         longest=model.config.max_position_embeddings,
     )

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import tokenizers
 
 from purelora.core import errors
@@ -37,7 +36,6 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _TINY_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_TINY_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,39 +106,9 @@ def tiny(seed: int = 0) -> Model:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    return Model(source.ArraySource(TINY, config, random_llama(config, seed)), byte_level)
-
-
-def random_llama(config: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Random float32 weights of a Llama without biases, by Hugging Face name.
-
-    The same on every machine and with every numpy release: only the legacy generator promises
-    that.
-    """
-    draw = np.random.RandomState(seed).standard_normal
-
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        return (_TINY_STD * draw((rows, columns))).astype(np.float32)
-
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    arrays = {"model.embed_tokens.weight": matrix(config["vocab_size"], width)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            arrays[f"{prefix}.{norm}.weight"] = np.ones(width, np.float32)
-        arrays[f"{prefix}.self_attn.q_proj.weight"] = matrix(queries, width)
-        arrays[f"{prefix}.self_attn.k_proj.weight"] = matrix(keys, width)
-        arrays[f"{prefix}.self_attn.v_proj.weight"] = matrix(keys, width)
-        arrays[f"{prefix}.self_attn.o_proj.weight"] = matrix(width, queries)
-        arrays[f"{prefix}.mlp.gate_proj.weight"] = matrix(inner, width)
-        arrays[f"{prefix}.mlp.up_proj.weight"] = matrix(inner, width)
-        arrays[f"{prefix}.mlp.down_proj.weight"] = matrix(width, inner)
-    arrays["model.norm.weight"] = np.ones(width, np.float32)
-    if not config["tie_word_embeddings"]:
-        arrays["lm_head.weight"] = matrix(config["vocab_size"], width)
-    return arrays
+    return Model(
+        source.ArraySource(TINY, config, random_weights.drawn(config, seed=seed)), byte_level
+    )
 
 
 def _open_path(path: str) -> Model:

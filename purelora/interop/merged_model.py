@@ -17,7 +17,7 @@ from purelora.core.paths import Path
 from purelora.formats import safetensors_file, source
 from purelora.interop.gguf import write as gguf_write
 from purelora.interop.peft import algebra, artefact
-from purelora.lora import targets
+from purelora.lora import kinds, targets
 from purelora.models import causal_lm, hf_layout, hf_multimodal
 
 _FLOATS = {
@@ -133,9 +133,8 @@ class MergedModel:
     def is_untied(self) -> bool:
         """Whether embedding and head, tied in the base, get different weights."""
         names = [self._model.modules[p].names[0] for p in (targets.EMBEDDING, targets.HEAD)]
-        low_rank = {"lora_A", "lora_embedding_A"}
         return self._model.is_tied and any(
-            low_rank & adapter.modules.get(name, {}).keys()
+            kinds.is_adapted(adapter.modules.get(name, {}))
             for adapter, _ in self._adapters
             for name in names
         )

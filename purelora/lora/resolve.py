@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from purelora.config import schema
 from purelora.core import errors
+from purelora.core.paths import Path
 from purelora.lora import kinds
 from purelora.lora.targets import (
     ALL_LINEAR,
@@ -60,11 +61,11 @@ def resolve(
     problems += _parameter_problems(settings, modules, targets, full)
     if problems:
         raise errors.ConfigError.of(problems)
-    found = Adaptation(targets, full, settings.trainable_token_indices)
-    problems = kinds.conflicts(found, is_tied=f"{HEAD}.weight" not in leaves)
+    adaptation = Adaptation(targets, full, settings.trainable_token_indices)
+    problems = kinds.conflicts(adaptation, is_tied=f"{HEAD}.weight" not in leaves)
     if problems:
         raise errors.ConfigError.of(problems)
-    return found
+    return adaptation
 
 
 def rank_and_scaling(settings: schema.LoraConfig, name: str) -> tuple[int, float]:
@@ -129,7 +130,7 @@ def _is_target(settings: schema.LoraConfig, name: str, module: AdaptableModule) 
     if chosen == ALL_LINEAR:
         return module.is_layer
     if isinstance(chosen, str) and chosen in _PARTS:
-        return module.is_layer and not _PARTS[chosen].isdisjoint(name.split("."))
+        return module.is_layer and not _PARTS[chosen].isdisjoint(Path(name).parts)
     return matches(chosen, name)
 
 
@@ -146,31 +147,33 @@ def _full_leaves(
 ) -> tuple[str, ...]:
     """Paths of the leaves that `modules_to_save` and `bias` name."""
     is_tied = HEAD in modules and f"{HEAD}.weight" not in leaves
-    known = {path: tuple(name.rpartition(".")[0] for name in names)
+    known = {path: tuple(Path(name).parent for name in names)
              for path, names in leaves.items()}  # fmt: skip
     if is_tied:  # Both names are of the one table.
-        known[f"{EMBEDDING}.weight"] += modules[HEAD].names
+        known[f"{EMBEDDING}.weight"] += tuple(map(Path, modules[HEAD].names))
     problems: list[errors.Problem] = []
     chosen: dict[str, None] = {}
     for entry in settings.modules_to_save:
-        found = [path for path, names in known.items() if any(_is_saved([entry], n) for n in names)]
-        if not found:
-            offer = dict.fromkeys(n.rpartition(".")[2] for names in known.values() for n in names)
+        matched = [
+            path for path, names in known.items() if any(_is_saved([entry], n) for n in names)
+        ]
+        if not matched:
+            offer = dict.fromkeys(n.name for names in known.values() for n in names)
             what = "names no module of this model"
             problems.append(errors.Problem(
                 "lora.modules_to_save", entry, what, f"it has {', '.join(offer)}"))  # fmt: skip
-        bare = [leaves[path][0] for path in found if not leaves[path][0].endswith(_MODULE_LEAVES)]
+        bare = [leaves[path][0] for path in matched if not leaves[path][0].endswith(_MODULE_LEAVES)]
         for name in bare:
             what = f"would train {name}, which is no weight of a module: no adapter holds it"
             remedy = "name the modules in it, or train all weights with lora.enabled=False"
             problems.append(errors.Problem("lora.modules_to_save", entry, what, remedy))
-        for path in found:
+        for path in matched:
             tied = is_tied and path == f"{EMBEDDING}.weight"
             if not tied and not all(_is_saved([entry], n) for n in known[path]):
                 what = f"names some of the layers of {path}, and a stack is trained as a whole"
                 remedy = f"name {re.sub(r'.*[.][0-9]+[.]', '', known[path][0])}"
                 problems.append(errors.Problem("lora.modules_to_save", entry, what, remedy))
-        chosen.update(dict.fromkeys(found))
+        chosen.update(dict.fromkeys(matched))
     if problems:
         raise errors.ConfigError.of(problems)
     chosen.update(dict.fromkeys(_biases(settings, modules, leaves, targets)))
@@ -186,22 +189,22 @@ def _biases(
     if settings.bias == "none":
         return []
     biases = [path for path in leaves if path.endswith(".bias")]
-    experts = [p for p in biases if modules[p.rpartition(".")[0]].kind == "experts"]
+    experts = [p for p in biases if modules[Path(p).parent].kind == "experts"]
     if experts and settings.bias == "all":
         what = f"would train {experts[0]}, and no adapter holds biases of experts"
         remedy = "use 'none' or 'lora_only', or train all weights with lora.enabled=False"
         raise errors.ConfigError("lora.bias", settings.bias, what, remedy)
     if settings.bias == "lora_only":
         # As in PEFT, which adapts parameters of the experts, and those have no biases.
-        own = targets.keys() - {path.rpartition(".")[0] for path in experts}
-        biases = [path for path in biases if path.rpartition(".")[0] in own]
+        adapted = targets.keys() - {Path(path).parent for path in experts}
+        biases = [path for path in biases if Path(path).parent in adapted]
     if not biases:
         where = "adapted module" if settings.bias == "lora_only" else "module of this model"
         raise errors.ConfigError("lora.bias", settings.bias, f"no {where} has a bias", "use 'none'")
     for path in biases if settings.bias == "lora_only" else []:
-        adapted = len(targets[path.rpartition(".")[0]].names)
-        if adapted < len(leaves[path]):
-            what = f"{path} has {len(leaves[path])} layers, of which {adapted} are adapted"
+        count = len(targets[Path(path).parent].names)
+        if count < len(leaves[path]):
+            what = f"{path} has {len(leaves[path])} layers, of which {count} are adapted"
             raise errors.ConfigError("lora.bias", settings.bias, what, "use 'all' or 'none'")
     return biases
 
@@ -215,10 +218,10 @@ def _parameter_problems(
     """Problems with settings that PEFT does not support on experts and routers."""
     problems = [
         errors.Problem("lora.modules_to_save", settings.modules_to_save,
-                       f"would train {path.removesuffix('.weight')} whole, which no adapter holds",
+                       f"would train {Path(path).without('weight')} whole, which no adapter holds",
                        "adapt the experts, or train all weights with lora.enabled=False")
         for path in full
-        if (module := modules.get(path.removesuffix(".weight"))) and module.kind == "experts"
+        if (module := modules.get(Path(path).without("weight"))) and module.kind == "experts"
     ]  # fmt: skip
     adapted = [target.names[0] for path, target in targets.items() if modules[path].is_parameter]
     places = {modules[path].kind for path in targets if modules[path].is_parameter}
@@ -244,10 +247,10 @@ def _joined_problems(targets: Mapping[str, Target]) -> list[errors.Problem]:
     for target in targets.values():
         for name, factor in zip(target.names, target.scalings, strict=True):
             scalings.setdefault(parameter_name(name), {})[name] = factor
-    for found in scalings.values():
-        values = [f"{factor:.6g}" for factor in found.values()]
+    for factors in scalings.values():
+        values = [f"{factor:.6g}" for factor in factors.values()]
         if len(set(values)) > 1:
-            what = f"are the scalings of {' and '.join(found)}, which PEFT adapts as one"
+            what = f"are the scalings of {' and '.join(factors)}, which PEFT adapts as one"
             remedy = "give them one alpha / r, in every layer"
             return [errors.Problem("lora.alpha_pattern", " and ".join(values), what, remedy)]
     return []
@@ -348,5 +351,5 @@ def _remedy(entry: str | Sequence[str], names: Sequence[str]) -> str:
 
 
 def _offer(names: Sequence[str]) -> str:
-    short = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)
+    short = dict.fromkeys(Path(name).name for name in names)
     return f"it has {', '.join(short)} (for example {names[0]}), or use 'all-linear'"

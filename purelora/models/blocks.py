@@ -227,7 +227,7 @@ def attention(
     dropout: layers.Dropout | None,
 ) -> tuple[jax.Array, Any]:
     """Grouped-query attention with rotary positions, and with sinks if the layer has them."""
-    x_BTD = attn["q_proj"].parallel.spread(x_BTD)
+    x_BTD = attn["q_proj"].parallel.copy_to(x_BTD)
     q, k, v = (
         einops.rearrange(
             layers.linear(x_BTD, attn[name], dropout), "B T (N H) -> B T N H", H=cfg.head_dim

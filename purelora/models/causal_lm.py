@@ -1,4 +1,4 @@
-"""A family's pure functions put together: declarations, loss and logits of one configured model."""
+"""A family's pure functions put together: declarations, activations and logits of one model."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from purelora.config import schema
-from purelora.core import errors, param_info, trees
+from purelora.core import param_info, trees
 from purelora.core.batch import Inputs
 from purelora.lora import adapters as lora
 from purelora.lora import resolve, targets
@@ -18,48 +18,13 @@ from purelora.models import (
     hf_config,
     hf_layout,
     hf_multimodal,
-    kv_cache,
     layers,
-    loss,
     moe,
     params,
     stacks,
 )
-from purelora.models.families import (
-    gemma2,
-    gemma3,
-    gemma4,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from purelora.models.families import registry
 from purelora.sharding import parallel
-
-FAMILIES: tuple[decoder.Family, ...] = (
-    llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, gemma4,
-    gpt_oss,
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """How a forward pass is run; none of it changes the result beyond rounding.
-
-    Attributes:
-      dtype: dtype of the activations.
-      scan_layers: one compiled body for all layers of a stack.
-      remat: recompute each block in the backward pass.
-      chunk_tokens: how many tokens' logits exist at once.
-    """
-
-    dtype: Any
-    scan_layers: bool
-    remat: bool
-    chunk_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,51 +147,6 @@ class CausalLM:
             shards=shards,
         )
 
-    def losses(
-        self,
-        trainable: trees.Tree,
-        base: trees.Tree,
-        batch: Any,
-        *,
-        execution: Execution,
-        shards: parallel.Shards,
-        dropout: layers.Dropout | None,
-        pool_router: bool,
-    ) -> loss.Losses:
-        """The losses of one micro-batch.
-
-        Args:
-          trainable: the trained leaves.
-          base: the frozen ones.
-          batch: a `Batch` of `[B, T]` arrays.
-          execution: how the model is computed.
-          shards: how the leaves are split over the devices.
-          dropout: dropout on the adapters' inputs; None outside training.
-          pool_router: as `is_pooled` of `moe.losses`.
-        """
-        bound = self.bind(base, trainable, shards)
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
-        x_BTD, sums = self.hidden(
-            bound,
-            inputs,
-            dtype=execution.dtype,
-            scan_layers=execution.scan_layers,
-            remat=execution.remat,
-            dropout=dropout,
-        )
-        xent = loss.xent_sum(
-            x_BTD,
-            decoder.head(bound),
-            batch.targets,
-            batch.weights,
-            chunk_tokens=execution.chunk_tokens,
-            softcap=self.config.final_softcap,
-            dropout=dropout,
-        )
-        if sums is None:
-            return loss.Losses(xent, None)
-        return loss.Losses(xent, moe.losses(sums, batch.segment_ids > 0, is_pooled=pool_router))
-
     def hidden(
         self, bound: trees.Tree, inputs: Inputs, **how: Any
     ) -> tuple[jax.Array, moe.RouterSums | None]:
@@ -252,24 +172,6 @@ class CausalLM:
         x_BTD, _ = self.hidden(bound, inputs, dtype=dtype, scan_layers=scan_layers, remat=False)
         return self.head_logits(x_BTD, bound, dtype)
 
-    def empty_cache(self, rows: int, length: int, dtype: Any) -> kv_cache.Caches:
-        """Caches for generation: `length` slots for each of `rows` rows."""
-        return kv_cache.empty(self.config, rows, length, dtype)
-
-    def hidden_cached(
-        self,
-        bound: trees.Tree,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        caches: kv_cache.Caches,
-        *,
-        dtype: Any,
-    ) -> tuple[jax.Array, kv_cache.Caches]:
-        """`hidden` for generation: reads the caches and writes the slots at `positions_BT`."""
-        return kv_cache.hidden(
-            self.family, self.config, bound, tokens_BT, positions_BT, caches, dtype=dtype
-        )
-
 
 def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     """The model that a Hugging Face config.json describes, without adapters.
@@ -282,74 +184,7 @@ def from_hf(config: Mapping[str, Any], where: str, *, dtype: str) -> CausalLM:
     Raises:
       ModelError: an architecture that no family knows, or a missing or wrong field.
     """
-    name = hf_config.architecture(config)
-    for family in FAMILIES:
-        if name in family.ARCHITECTURES:
-            _check_type(config, name, where)
-            family_config = family.from_hf(config, where)
-            infos = decoder.param_infos(family, family_config, dtype)
-            return CausalLM(family, family_config, infos, targets.Adaptation())
-    known = ", ".join(a for family in FAMILIES for a in family.ARCHITECTURES)
-    what = "is not a list of one model that purelora knows"
-    found = config.get("architectures")
-    raise errors.ModelError(f"{where}: architectures", found, what, f"known: {known}")
-
-
-def _check_type(config: Mapping[str, Any], architecture: str, where: str) -> None:
-    """A `model_type`, which transformers goes by, must be of the architecture.
-
-    The names follow from each other: Qwen3MoeForCausalLM is qwen3_moe, Gemma3ForCausalLM
-    gemma3_text, and that nested in the gemma3 of Gemma3ForConditionalGeneration as well.
-    """
-    family = architecture.partition("For")[0].lower()
-    nested = config.get("text_config")
-    for part, fields in (("", config), ("text_config: ", nested)):
-        found = fields.get("model_type") if isinstance(fields, Mapping) else None
-        if found is not None and str(found).replace("_", "").removesuffix("text") != family:
-            what, remedy = f"is not that of {architecture}", "take the model's original config.json"
-            raise errors.ModelError(f"{where}: {part}model_type", found, what, remedy)
-
-
-def make_forward(
-    model: CausalLM,
-    execution: Execution,
-    shards: parallel.Shards,
-    dropout_rate: float,
-    router: moe.RouterLossWeights,
-) -> Any:
-    """The `step.Forward` of a model: what one micro-batch adds to the loss.
-
-    Args:
-      model: the model, with its adapters.
-      execution: how it is computed.
-      shards: how its leaves are split over the devices.
-      dropout_rate: probability of dropping an element of an adapter's input.
-      router: coefficients of the router's losses.
-    """
-
-    def forward(
-        trainable: trees.Tree,
-        base: trees.Tree,
-        batch: Any,
-        *,
-        key: jax.Array | None,
-        rows_B: jax.Array,
-        row_weight: jax.Array,
-    ) -> tuple[jax.Array, loss.Losses]:
-        dropout = None
-        if key is not None and dropout_rate > 0:
-            dropout = layers.Dropout(key, rows_B, dropout_rate)
-        losses = model.losses(
-            trainable,
-            base,
-            batch,
-            execution=execution,
-            shards=shards,
-            dropout=dropout,
-            pool_router=router.is_pooled,
-        )
-        if losses.router is None:
-            return losses.xent, losses
-        return losses.xent + row_weight * moe.objective(losses.router, router), losses
-
-    return forward
+    family = registry.family_of(config, where)
+    family_config = family.from_hf(config, where)
+    infos = decoder.param_infos(family, family_config, dtype)
+    return CausalLM(family, family_config, infos, targets.Adaptation())

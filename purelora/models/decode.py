@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from purelora.core import errors, trees
-from purelora.models import causal_lm, sampling
+from purelora.models import causal_lm, kv_cache, sampling
 from purelora.sharding import host_arrays
 
 # Prompts and caches are padded to this, doubled as often as need be: few shapes are compiled.
@@ -148,11 +148,13 @@ def _begin(
     """Reads the prompts into a new cache of `slots` and chooses the first tokens."""
     model, rows = static.model, tokens_BT.shape[0]
     bound = model.bind(base, trainable)
-    cache = model.empty_cache(rows, slots, static.dtype)
+    cache = kv_cache.empty(model.config, rows, slots, static.dtype)
     positions_BT = jnp.broadcast_to(
         jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
     )
-    x_BTD, cache = model.hidden_cached(bound, tokens_BT, positions_BT, cache, dtype=static.dtype)
+    x_BTD, cache = kv_cache.hidden(
+        model.family, model.config, bound, tokens_BT, positions_BT, cache, dtype=static.dtype
+    )
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers_B)
     x_BD = x_BTD[jnp.arange(rows), lengths_B - 1]
     first_B = _pick(x_BD, bound, keys_B, jnp.int32(0), static)
@@ -167,7 +169,9 @@ def _advance(
     model = static.model
     bound = model.bind(base, trainable)
     # The prompt's padding lies in slots that the new tokens overwrite before they see them.
-    x_BTD, cache = model.hidden_cached(
+    x_BTD, cache = kv_cache.hidden(
+        model.family,
+        model.config,
         bound,
         state.tokens_B[:, None],
         state.positions_B[:, None],

@@ -47,7 +47,7 @@ class Dropout:
         """Drops elements of the input of `module`, with a mask of its own for each row."""
         key = param_info.path_key(self.key, module.name)
         length, width = x_BTD.shape[1:]
-        ways = module.parallel.ways if module.parallel.splits == "inputs" else 1
+        ways = module.parallel.axis_size if module.parallel.style == "row" else 1
 
         def keep_row(row: jax.Array) -> jax.Array:
             # The mask of the whole input, of which this device may have a part.
@@ -86,7 +86,7 @@ def adapted(x: jax.Array, adapter_x: jax.Array, module: params.Module, out_dtype
     call = kinds.Call(x, adapter_x, module, product, local_rows)
     for adapter in reversed(module.adapters):
         y = adapter.kind.output(adapter, y, call)
-    y = module.parallel.collect(y)
+    y = module.parallel.reduce_from(y)
     if module.bias is not None:
         bias = module.bias
         for adapter in module.adapters:
@@ -126,7 +126,7 @@ def _own_rows(
 
     A row that is elsewhere gets the number `count`; None: all are there.
     """
-    if module.parallel.splits != "outputs":
+    if module.parallel.style != "column":
         return ids, None
     rows = ids - module.parallel.first(count)
     is_own = (rows >= 0) & (rows < count)
@@ -196,7 +196,7 @@ def gated_mlp(
     dropout: Dropout | None,
 ) -> jax.Array:
     """`down(activation(gate(x)) · up(x))` (Shazeer 2020)."""
-    x_BTD = mlp["gate_proj"].parallel.spread(x_BTD)
+    x_BTD = mlp["gate_proj"].parallel.copy_to(x_BTD)
     gate_BTF = checkpoint_name(linear(x_BTD, mlp["gate_proj"], dropout), "mlp_gate")
     up_BTF = checkpoint_name(linear(x_BTD, mlp["up_proj"], dropout), "mlp_up")
     inner_BTF = gated(gate_BTF, up_BTF, activation=activation)

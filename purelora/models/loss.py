@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -84,7 +85,9 @@ def xent_sum(
       softcap: c in `c · tanh(logit / c)`; None: no cap.
       dropout: dropout on the input of the head's adapters.
     """
-    x_BTD = head.parallel.spread(x_BTD)
+    chex.assert_rank([x_BTD, targets_BT, weights_BT], [3, 2, 2])
+    chex.assert_equal_shape_prefix([x_BTD, targets_BT, weights_BT], 2)
+    x_BTD = head.parallel.copy_to(x_BTD)
     is_dropped = dropout is not None and layers.takes_dropout(head)
     adapter_x = dropout(x_BTD, head) if dropout is not None and is_dropped else x_BTD
     count = targets_BT.size

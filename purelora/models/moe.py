@@ -2,7 +2,7 @@
 
 A router gives each token a probability for every expert. The token is sent to the experts with the
 largest ones (top-k routing), and its output is the sum of their outputs, each times its routing
-weight, here called its factor. Experts have no capacity limit, so no token is dropped. Padding is
+weight. Experts have no capacity limit, so no token is dropped. Padding is
 sent to no expert and counts in none of the statistics.
 """
 
@@ -25,11 +25,11 @@ class Routing(NamedTuple):
 
     Attributes:
       ids_BTK: int32 numbers of the experts; E, the number of no expert, for padding.
-      factors_BTK: float32 routing weights, by which the outputs of these experts are multiplied.
+      weights_BTK: float32 routing weights, by which the outputs of these experts are multiplied.
     """
 
     ids_BTK: jax.Array
-    factors_BTK: jax.Array
+    weights_BTK: jax.Array
 
 
 class RouterSums(NamedTuple):
@@ -123,20 +123,20 @@ def route(
       x_BTD: what the router reads.
       router: its weight, `[D, E]`, and adapter.
       is_token_BT: which positions hold a token, and not padding.
-      cfg: how many experts a token has, and whether their factors are made to sum to 1.
+      cfg: how many experts a token has, and whether their weights are made to sum to 1.
       dropout: dropout on the input of the router's adapter.
     """
     logits_BTE = layers.linear(x_BTD, router, dropout).astype(jnp.float32)
     probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-    factors_BTK, ids_BTK = jax.lax.top_k(probs_BTE, cfg.per_token)
+    weights_BTK, ids_BTK = jax.lax.top_k(probs_BTE, cfg.per_token)
     if cfg.is_normalised:
-        factors_BTK = factors_BTK / factors_BTK.sum(axis=-1, keepdims=True)
+        weights_BTK = weights_BTK / weights_BTK.sum(axis=-1, keepdims=True)
     ids_BTK = jnp.where(is_token_BT[..., None], ids_BTK, cfg.count)
     counts_BE = jax.nn.one_hot(ids_BTK, cfg.count, dtype=jnp.float32).sum(axis=(1, 2))
     probs_BE = jnp.where(is_token_BT[..., None], probs_BTE, 0).sum(axis=1)
     squares_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
     squares_B = jnp.where(is_token_BT, squares_BT, 0).sum(axis=1)
-    return Routing(ids_BTK, factors_BTK), RouterSums(counts_BE, probs_BE, squares_B)
+    return Routing(ids_BTK, weights_BTK), RouterSums(counts_BE, probs_BE, squares_B)
 
 
 def experts(
@@ -146,7 +146,7 @@ def experts(
     gated: Callable[[jax.Array, jax.Array], jax.Array],
     cfg: Experts,
 ) -> jax.Array:
-    """The sum of the outputs of each token's experts, times their factors: `[B, T, D]`.
+    """The sum of the outputs of each token's experts, times their routing weights: `[B, T, D]`.
 
     An expert is a gated MLP; `gated` makes one of what `gate_proj` and `up_proj` give. Under expert
     parallelism each device gathers the tokens of all devices, computes those that are sent to its
@@ -155,36 +155,36 @@ def experts(
     """
     gate, up, down = (module[name] for name in ("gate_proj", "up_proj", "down_proj"))
     exchange = gate.exchange
-    count = cfg.count // exchange.ways
-    whole_BTD, whole_BTK = exchange.gather(x_BTD), exchange.gather(routing.factors_BTK)
-    x_BTD, factors_BTK = gate.parallel.spread((whole_BTD, whole_BTK))
+    count = cfg.count // exchange.axis_size
+    whole_BTD, whole_BTK = exchange.gather(x_BTD), exchange.gather(routing.weights_BTK)
+    x_BTD, weights_BTK = gate.parallel.copy_to((whole_BTD, whole_BTK))
     ids_A = exchange.gather(routing.ids_BTK).reshape(-1) - exchange.first(count)
     tile = grouped_matmul.tile_size(ids_A.shape[0], cfg.count)
     groups = grouped_matmul.group(ids_A, count, tile)
     x_RD = grouped_matmul.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), groups, cfg.per_token)
     gate_RF = checkpoint_name(_linear(x_RD, gate, groups), "mlp_gate")
     up_RF = checkpoint_name(_linear(x_RD, up, groups), "mlp_up")
-    # The factors multiply the outputs. As `down` is linear, they may multiply its input instead:
-    # then their gradient needs that input, and not the output, which would have to be kept.
-    factors_R1 = grouped_matmul.dispatch(factors_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
-    out_RD = _product(gated(gate_RF, up_RF) * factors_R1, down, groups)
+    # The routing weights multiply the outputs. As `down` is linear, they may multiply its input
+    # instead: then their gradient needs that, and not the output, which would have to be kept.
+    weights_R1 = grouped_matmul.dispatch(weights_BTK.reshape(-1, 1), groups).astype(x_BTD.dtype)
+    out_RD = _product(gated(gate_RF, up_RF) * weights_R1, down, groups)
     out_AD = grouped_matmul.combine(out_RD, groups)
     out_BTD = out_AD.reshape(*x_BTD.shape[:2], cfg.per_token, -1).sum(axis=2)
-    out_BTD = down.parallel.collect(out_BTD)
+    out_BTD = down.parallel.reduce_from(out_BTD)
     if down.bias is not None:
         ids_BTK = ids_A.reshape(whole_BTK.shape)
         out_BTD = out_BTD + _biases(ids_BTK, whole_BTK, down.bias).astype(out_BTD.dtype)
-    return exchange.sum_scatter(out_BTD)
+    return exchange.reduce_scatter(out_BTD)
 
 
-def _biases(ids_BTK: jax.Array, factors_BTK: jax.Array, bias_ED: jax.Array) -> jax.Array:
-    """Sum of the biases of each token's experts times their factors: `[B, T, D]` float32.
+def _biases(ids_BTK: jax.Array, weights_BTK: jax.Array, bias_ED: jax.Array) -> jax.Array:
+    """Sum of the biases of each token's experts times their routing weights: `[B, T, D]` float32.
 
     Not in the sorted rows, where each device that has a part of the sums would add them.
     """
     chosen_BTKE = jax.nn.one_hot(ids_BTK, bias_ED.shape[0], dtype=jnp.float32)
-    factors_BTE = jnp.einsum("BTKE,BTK->BTE", chosen_BTKE, factors_BTK)
-    return jnp.einsum("BTE,ED->BTD", factors_BTE, bias_ED.astype(jnp.float32))
+    weights_BTE = jnp.einsum("BTKE,BTK->BTE", chosen_BTKE, weights_BTK)
+    return jnp.einsum("BTE,ED->BTD", weights_BTE, bias_ED.astype(jnp.float32))
 
 
 def _linear(x_RK: jax.Array, module: params.Module, groups: grouped_matmul.RowGroups) -> jax.Array:

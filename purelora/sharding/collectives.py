@@ -59,12 +59,12 @@ class TensorParallel(parallel.Parallel):
     """`Parallel` over the `tensor` axis, inside the shard_map.
 
     What every device of the axis has alike is invariant over it, and the results of its own part
-    are varying. `spread` is a cast from one to the other, whose transpose is the sum of gradients;
+    are varying. `copy_to` is a cast from one to the other, whose transpose is the sum of gradients;
     `psum` goes back, and its transpose is the cast.
     """
 
     @property
-    def ways(self) -> int:
+    def axis_size(self) -> int:
         return jax.lax.axis_size(TENSOR)
 
     def first(self, size: int) -> jax.Array:
@@ -76,11 +76,11 @@ class TensorParallel(parallel.Parallel):
     def pmax(self, part: jax.Array) -> jax.Array:
         return jax.lax.pmax(part, TENSOR)
 
-    def spread(self, x: Any) -> Any:
-        return jax.lax.pcast(x, TENSOR, to="varying") if self.splits == "outputs" else x
+    def copy_to(self, x: Any) -> Any:
+        return jax.lax.pcast(x, TENSOR, to="varying") if self.style == "column" else x
 
-    def collect(self, y: jax.Array) -> jax.Array:
-        return self.psum(y) if self.splits == "inputs" else y
+    def reduce_from(self, y: jax.Array) -> jax.Array:
+        return self.psum(y) if self.style == "row" else y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ExpertParallel(parallel.Exchange):
     """`Exchange` over the `expert` axis, inside the shard_map."""
 
     @property
-    def ways(self) -> int:
+    def axis_size(self) -> int:
         return jax.lax.axis_size(EXPERT)
 
     def first(self, size: int) -> jax.Array:
@@ -97,7 +97,7 @@ class ExpertParallel(parallel.Exchange):
     def gather(self, rows: jax.Array) -> jax.Array:
         return jax.lax.all_gather(rows, EXPERT, axis=0, tiled=True)
 
-    def sum_scatter(self, rows: jax.Array) -> jax.Array:
+    def reduce_scatter(self, rows: jax.Array) -> jax.Array:
         return jax.lax.psum_scatter(rows, EXPERT, scatter_dimension=0, tiled=True)
 
 
@@ -157,14 +157,14 @@ def _check_splits(flat: Mapping[str, Any], infos: Mapping[str, param_info.ParamI
 
 def _tensor_splits(
     flat: Mapping[str, Any], infos: Mapping[str, param_info.ParamInfo]
-) -> dict[str, parallel.Splits]:
+) -> dict[str, parallel.Style]:
     """Which dimension of each module's weight is split over `tensor`, if one is."""
-    found: dict[str, parallel.Splits] = {}
+    found: dict[str, parallel.Style] = {}
     for path, leaf in infos.items():
         spec = _arrays(flat[path])[0] if path in flat and leaf.is_matrix else P()
         if TENSOR in spec:
             inner, _ = leaf.matrix_dims
-            found[path.rpartition(".")[0]] = "inputs" if spec[inner] == TENSOR else "outputs"
+            found[path.rpartition(".")[0]] = "row" if spec[inner] == TENSOR else "column"
     return found
 
 

@@ -13,27 +13,28 @@ import jax
 
 from purelora.ops import quant
 
-Splits = Literal["inputs", "outputs"]
+Style = Literal["column", "row"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
     """How a matmul's weight is split between devices that hold the same rows of the batch.
 
-    Split by outputs, every device computes some columns of the result from the whole input, and
-    what follows works on its columns; split by inputs, every device computes a part of each sum.
-    A pair of one and the other, with what lies between, needs one sum of results forward and one
-    of gradients backward (Shoeybi et al. 2019, section 3). Rows of an embedding table count as its
-    outputs, as they are those of the head.
+    Column-parallel: the weight is split by its outputs. Every device computes some columns of the
+    result from the whole input, and what follows works on its columns. Row-parallel: it is split by
+    its inputs, and every device computes a part of each sum. A pair of one and the other, with what
+    lies between, needs one sum of results forward and one of gradients backward (Shoeybi et al.
+    2019, section 3). Rows of an embedding table count as its outputs, as they are those of the
+    head.
 
     Attributes:
-      splits: which dimension of the weight is split; None: none.
+      style: column- or row-parallel; None: the weight is not split.
     """
 
-    splits: Splits | None = None
+    style: Style | None = None
 
     @property
-    def ways(self) -> int:
+    def axis_size(self) -> int:
         """How many devices share the weight."""
         return 1
 
@@ -50,16 +51,16 @@ class Parallel:
         """Largest over the devices that share the weight; not differentiable."""
         return part
 
-    def spread(self, x: Any) -> Any:
-        """Marks the input (a pytree) of a module that is split by outputs.
+    def copy_to(self, x: Any) -> Any:
+        """Marks the input (a pytree) of a column-parallel module.
 
         The forward value is the same. In the backward pass its gradients are summed over the
         devices that share the weight.
         """
         return x
 
-    def collect(self, y: jax.Array) -> jax.Array:
-        """The output of a module that is split by inputs: the sum of its parts."""
+    def reduce_from(self, y: jax.Array) -> jax.Array:
+        """The output of a row-parallel module: the sum of its parts."""
         return y
 
 
@@ -76,7 +77,7 @@ class Exchange:
     """
 
     @property
-    def ways(self) -> int:
+    def axis_size(self) -> int:
         """How many devices share the experts."""
         return 1
 
@@ -86,11 +87,11 @@ class Exchange:
         return 0
 
     def gather(self, rows: jax.Array) -> jax.Array:
-        """The rows of all devices: `[B, ...] -> [ways · B, ...]`, in the order of the devices."""
+        """The rows of all devices, in their order: `[B, ...] -> [axis_size · B, ...]`."""
         return rows
 
-    def sum_scatter(self, rows: jax.Array) -> jax.Array:
-        """This device's rows of the sum over the devices, `[ways · B, ...] -> [B, ...]`.
+    def reduce_scatter(self, rows: jax.Array) -> jax.Array:
+        """This device's rows of the sum over the devices, `[axis_size · B, ...] -> [B, ...]`.
 
         It is the transpose of `gather`.
         """

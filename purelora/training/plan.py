@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from purelora.config import schema
 from purelora.core import trees
 from purelora.lora import targets
-from purelora.models import causal_lm, moe
+from purelora.models import causal_lm, moe, objective
 from purelora.sharding import collectives, parallel, specs
 from purelora.sharding.rules import Rules, parse_rules
 from purelora.training import flops
@@ -75,10 +75,10 @@ class Plan:
         return collectives.shards(together, self.model.flat_infos, keep_gathered=keep)
 
     @property
-    def execution(self) -> causal_lm.Execution:
+    def execution(self) -> objective.Execution:
         """How the model is computed."""
         c = self.config
-        return causal_lm.Execution(
+        return objective.Execution(
             dtype=jnp.dtype(c.dtype),
             scan_layers=c.scan_layers,
             remat=c.remat == "full",

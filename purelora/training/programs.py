@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from purelora.core import train_state, trees
-from purelora.models import causal_lm
+from purelora.models import objective
 from purelora.sharding import specs
 from purelora.training import optimisers
 from purelora.training.plan import Plan
@@ -18,7 +18,7 @@ from purelora.training.step import Forward, Layout, Program, make_train_step
 
 def forward_of(plan: Plan) -> Forward:
     """What one micro-batch adds to the loss: the token loss, and those of the routers."""
-    return causal_lm.make_forward(
+    return objective.make_forward(
         plan.model,
         plan.execution,
         plan.shards,

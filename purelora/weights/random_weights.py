@@ -1,7 +1,7 @@
 """Random weights of the shape that a config.json describes, for smoke runs and benchmarks.
 
-No weights are held: a tensor is drawn when it is read. Its seed is its name, so it is the same on
-every machine and in every process, whatever else is read.
+Of a `RandomSource` no weights are held: a tensor is drawn when it is read. Its seed is its name, so
+it is the same on every machine and in every process, whatever else is read.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from purelora.core import errors
+from purelora.core.paths import Path
 from purelora.formats import files, source
 from purelora.models import causal_lm
 
@@ -47,13 +48,8 @@ class RandomSource:
           ModelError: there is no tensor of that name.
         """
         source.check_name(self.path, name, self.shapes_by_name)
-        shape, init = self.shapes_by_name[name], self.inits[name]
-        if init in ("zeros", "ones"):
-            array = np.full(shape, float(init == "ones"), np.float32)
-        else:
-            # Only the legacy generator promises the same numbers with every numpy release.
-            draw = np.random.RandomState(zlib.crc32(name.encode()))
-            array = (_STD * draw.standard_normal(shape)).astype(np.float32)
+        shape = self.shapes_by_name[name]
+        array = _values(shape, self.inits[name], _generator(zlib.crc32(name.encode())))
         return source.Tensor(array, source.digest("F32", shape, array))
 
     def read_part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
@@ -72,9 +68,44 @@ def open_config(path: str) -> RandomSource:
         raise errors.ModelError(f"random:{path}", None, what, remedy)
     config = files.read_json_object(path)
     model = causal_lm.from_hf(config, path, dtype="float32")
-    inits = {
+    return RandomSource(path, config, model.layout.shapes, _inits(model))
+
+
+def drawn(config: Mapping[str, Any], *, seed: int) -> dict[str, np.ndarray]:
+    """All weights of a small model, by the names of its family's files: drawn one after the other.
+
+    The built-in `tiny` is made so. Its layers follow each other, and the last tensors are those
+    behind them.
+    """
+    model = causal_lm.from_hf(config, "config.json", dtype="float32")
+    sections = list(dict.fromkeys(Path(path).first for path in model.flat_infos))
+    in_order = sorted(
+        (
+            (sections.index(Path(leaf).first), part.index[:1], number, part.tensor)
+            for number, leaf in enumerate(model.flat_infos)
+            for part in model.layout.parts[leaf]
+        ),
+    )
+    inits, generator = _inits(model), _generator(seed)
+    names = [name for *_, name in in_order]
+    return {name: _values(model.layout.shapes[name], inits[name], generator) for name in names}
+
+
+def _inits(model: causal_lm.CausalLM) -> dict[str, str]:
+    """`ParamInfo.init` of every tensor by its name in files."""
+    return {
         part.tensor: model.flat_infos[leaf].init
         for leaf, parts in model.layout.parts.items()
         for part in parts
     }
-    return RandomSource(path, config, model.layout.shapes, inits)
+
+
+def _generator(seed: int) -> np.random.RandomState:
+    """Only the legacy generator promises the same numbers with every numpy release."""
+    return np.random.RandomState(seed)
+
+
+def _values(shape: tuple[int, ...], init: str, generator: np.random.RandomState) -> np.ndarray:
+    if init in ("zeros", "ones"):
+        return np.full(shape, float(init == "ones"), np.float32)
+    return (_STD * generator.standard_normal(shape)).astype(np.float32)

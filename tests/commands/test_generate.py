@@ -22,6 +22,7 @@ from purelora.interop.peft import files as peft_files
 from purelora.models import causal_lm, decode
 from purelora.training import compilation
 from purelora.weights import load as weights_load
+from purelora.weights import random_weights
 from tests.support import runs
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def tiny_opened() -> builtin.Model:
     """The tiny model with weights so large that it does not just repeat its last token."""
     arrays = {
         name: array * 20 if array.ndim == 2 else array
-        for name, array in builtin.random_llama(CONFIG, 0).items()
+        for name, array in random_weights.drawn(CONFIG, seed=0).items()
     }
     return builtin.Model(source.ArraySource("tiny", CONFIG, arrays), builtin.tiny().tokenizer)
 
@@ -91,7 +92,7 @@ def library_answer(prompt: str, adapter: str | None = None, count: int = 6) -> s
     """The answer by the library, one whole call."""
     opened, model = tiny_opened(), tiny_model("float32")
     options = loaded_model.ModelOptions("tiny")
-    base = loaded_model.load_speaker(options, {}).voice("base").base
+    base = loaded_model.load_model(options, {}).variant("base").base
     trainable = {}
     if adapter:
         one = attach.attach(adapter_sources.open_adapter(adapter), model, base_fingerprint=None)
@@ -166,19 +167,19 @@ def test_an_adapter_with_a_whole_table_replaces_that_of_the_base(capsys, tmp_pat
     out = run(capsys, "--prompt=Hello", f"--adapter={folder}")
     assert out == library_answer("Hello", folder) + "\n"
     assert out != library_answer("Hello") + "\n"
-    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny"), {"a": folder})
-    assert "embed_tokens" in talker.voice("base").base
-    assert "weight" not in talker.voice("a").base.get("embed_tokens", {})
+    loaded = loaded_model.load_model(loaded_model.ModelOptions("tiny"), {"a": folder})
+    assert "embed_tokens" in loaded.variant("base").base
+    assert "weight" not in loaded.variant("a").base.get("embed_tokens", {})
 
 
 def test_system_prompt_and_raw_text(capsys):
-    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny"), {})
-    voice = talker.voice("base")
+    loaded = loaded_model.load_model(loaded_model.ModelOptions("tiny"), {})
+    variant = loaded.variant("base")
 
     def answer(text: str) -> str:
-        ids = talker.ids(text, where="x", max_new_tokens=6)
+        ids = loaded.ids(text, where="x", max_new_tokens=6)
         options = loaded_model.ModelOptions("tiny", max_new_tokens=6)
-        return generation.speak(talker, voice, [ids], options)[0].text + "\n"
+        return generation.answer(loaded, variant, [ids], options)[0].text + "\n"
 
     assert run(capsys, "--prompt=Hello", "--raw") == answer("Hello")
     chatml = "<|im_start|>{}\n{}<|im_end|>\n"
@@ -227,11 +228,11 @@ def test_an_answer_that_ends_by_itself_says_so(tmp_path, capsys, monkeypatch):
 
 
 def test_text_comes_token_by_token(capsys):
-    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny"), {})
-    ids = talker.ids("Hello", where="x", max_new_tokens=6)
+    loaded = loaded_model.load_model(loaded_model.ModelOptions("tiny"), {})
+    ids = loaded.ids("Hello", where="x", max_new_tokens=6)
     options = loaded_model.ModelOptions("tiny", max_new_tokens=6)
     came: list[str] = []
-    said = generation.speak(talker, talker.voice("base"), [ids], options, emit=came.append)
+    said = generation.answer(loaded, loaded.variant("base"), [ids], options, emit=came.append)
     assert len(came) == 6 + 1
     assert "".join(came) == said[0].text
     assert sum(map(bool, came)) > 1
@@ -241,9 +242,9 @@ def test_text_comes_token_by_token(capsys):
 def test_quantised_bases_and_bfloat16_speak(capsys, qtype):
     out = run(capsys, "--prompt=Hello", f"--qtype={qtype}", "--tile-size=16", "--dtype=bfloat16")
     assert out.endswith("\n")
-    talker = loaded_model.load_speaker(loaded_model.ModelOptions("tiny", qtype=qtype), {})
+    loaded = loaded_model.load_model(loaded_model.ModelOptions("tiny", qtype=qtype), {})
     assert (
-        talker.voice("base").base["layers"]["mlp"]["up_proj"]["weight"].qvalue.dtype.itemsize == 1
+        loaded.variant("base").base["layers"]["mlp"]["up_proj"]["weight"].qvalue.dtype.itemsize == 1
     )
 
 
@@ -333,9 +334,9 @@ def test_options_reach_the_chat_template(monkeypatch):
     found = []
     for given in ({}, {"loud": True}):
         options = loaded_model.ModelOptions("tiny", chat_template_kwargs=given)
-        talker = loaded_model.load_speaker(options, {})
+        loaded = loaded_model.load_model(options, {})
         messages = [{"role": "user", "content": "x"}]
-        found.append(talker.tokenizer.decode(talker.ids(messages, where="", max_new_tokens=1)))
+        found.append(loaded.tokenizer.decode(loaded.ids(messages, where="", max_new_tokens=1)))
     assert found == ["x", "xabc"]
 
 
@@ -442,13 +443,13 @@ def history_answer(*turns: tuple[str, str], system: str | None = None, adapter=N
     """The library's answer to a whole history."""
     paths = {"a": adapter} if adapter else {}
     options = loaded_model.ModelOptions("tiny", max_new_tokens=6)
-    talker = loaded_model.load_speaker(options, paths)
+    loaded = loaded_model.load_model(options, paths)
     messages = [{"role": role, "content": text} for role, text in turns]
     if system:
         messages = [{"role": "system", "content": system}, *messages]
-    ids = talker.ids(messages, where="x", max_new_tokens=6)
-    voice = talker.voice("a" if adapter else "base")
-    return generation.speak(talker, voice, [ids], options)[0].text
+    ids = loaded.ids(messages, where="x", max_new_tokens=6)
+    variant = loaded.variant("a" if adapter else "base")
+    return generation.answer(loaded, variant, [ids], options)[0].text
 
 
 def test_the_history_is_kept_until_it_is_reset(capsys, monkeypatch):

@@ -22,7 +22,7 @@ from purelora.core import errors
 from purelora.data import batches
 from purelora.data import load as data_load
 from purelora.interop import builtin
-from purelora.models import causal_lm
+from purelora.models import objective
 from purelora.training import evaluation, log, metrics, planning, setup, signals
 from tests.support.runs import PATIENCE_SECS, TINY, bits, built, records, run, saved_state
 
@@ -367,7 +367,7 @@ def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, signum):
 
 def test_one_compilation_for_a_whole_run(tmp_path, monkeypatch):
     """Train step, eval step and sampler are each traced once; another shape is refused."""
-    make = causal_lm.make_forward
+    make = objective.make_forward
     traced = []
 
     def counted(*arguments, **options):
@@ -375,7 +375,7 @@ def test_one_compilation_for_a_whole_run(tmp_path, monkeypatch):
         traced.append(chex.assert_max_traces(n=1)(forward))
         return traced[-1]
 
-    monkeypatch.setattr(causal_lm, "make_forward", counted)
+    monkeypatch.setattr(objective, "make_forward", counted)
     chex.clear_trace_counter()
     run_, start = built(tmp_path, "--config.steps=3", "--config.eval_steps=1")
     with signals.catch() as stop, log.reporting(run_, start) as reporter:

@@ -14,6 +14,7 @@ import pytest
 from purelora.core import errors
 from purelora.formats import source
 from purelora.interop import builtin, pip_download
+from purelora.weights import random_weights
 from tests.support import model_files
 
 CONTENT = bytes(range(256)) * 40
@@ -171,7 +172,7 @@ def test_tiny_loads_in_transformers(tmp_path, tied):
     import transformers
 
     config = model_files.tiny_config(tie_word_embeddings=tied)
-    model_files.write_hf(tmp_path, builtin.random_llama(config, seed=0), config)
+    model_files.write_hf(tmp_path, random_weights.drawn(config, seed=0), config)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), output_loading_info=True
     )
@@ -186,7 +187,7 @@ def test_tiny_loads_in_transformers(tmp_path, tied):
 
 def test_opens_folder_and_file(tmp_path, monkeypatch):
     config = model_files.tiny_config()
-    arrays = builtin.random_llama(config, seed=2)
+    arrays = random_weights.drawn(config, seed=2)
     (tmp_path / "tiny").mkdir()
     model_files.write_hf(tmp_path / "tiny", arrays, config)
     model_files.write_tiny_gguf(tmp_path / "a.GGUF")
@@ -221,7 +222,7 @@ def test_paths_that_are_no_model(path, message):
     "config", [{"vocab_size": 200}, {"vocab_size": None, "text_config": {"vocab_size": 200}}]
 )
 def test_tokenizer_that_exceeds_the_embedding(tmp_path, config):
-    arrays = builtin.random_llama(model_files.tiny_config(), seed=0)
+    arrays = random_weights.drawn(model_files.tiny_config(), seed=0)
     model_files.write_hf(tmp_path, arrays, model_files.tiny_config(**config))
     with pytest.raises(errors.ModelError, match=r"ids up to 258, its embedding 200 rows"):
         builtin.open_model(str(tmp_path))

@@ -17,6 +17,7 @@ from purelora.interop import builtin
 from purelora.interop.gguf import read as gguf_read
 from purelora.interop.gguf import rope_scaling
 from purelora.models import causal_lm
+from purelora.weights import random_weights
 from tests.support import model_files, tiny
 
 ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
@@ -212,7 +213,7 @@ def test_unpermuted_rows_give_the_same_attention_scores(size):
 
 def test_biases_of_q_and_k_are_reordered_too(tmp_path):
     config = model_files.tiny_config()
-    arrays = builtin.random_llama(config, seed=1)
+    arrays = random_weights.drawn(config, seed=1)
     bias = np.arange(64, dtype=np.float32)
     arrays["model.layers.0.self_attn.q_proj.bias"] = bias
     arrays["model.layers.0.self_attn.v_proj.bias"] = bias[:32]
@@ -247,7 +248,7 @@ def test_what_the_file_does_not_say_is_absent(tmp_path, key, absent):
 def test_facts_that_the_format_settles(tmp_path):
     changes = {"llama__attention__head_count_kv": 4, "llama__vocab_size": None}
     config = model_files.tiny_config(num_key_value_heads=4, tie_word_embeddings=False)
-    arrays = builtin.random_llama(config, seed=1)
+    arrays = random_weights.drawn(config, seed=1)
     fields = model_files.llama_fields(config)
     fields |= {key.replace("__", "."): value for key, value in changes.items()}
     del fields["llama.attention.head_count_kv"]
@@ -358,7 +359,7 @@ def test_yarn_with_factors_of_its_own_is_refused(tmp_path):
 
 def test_unknown_tensors_are_listed(tmp_path):
     config = model_files.tiny_config()
-    tensors = model_files.llama_tensors(builtin.random_llama(config, seed=1), config)
+    tensors = model_files.llama_tensors(random_weights.drawn(config, seed=1), config)
     extra = (np.zeros(4, np.float32), "F32")
     tensors |= {"blk.0.attn_q_norm.weight": extra, "rope_short.weight": extra}
     model_files.write_gguf(tmp_path / "a.gguf", model_files.llama_fields(config), tensors)
@@ -393,7 +394,7 @@ def open_scaled(path, factors, **changes):
     config = model_files.tiny_config(
         head_dim=64, num_attention_heads=1, num_key_value_heads=1, rope_theta=500000.0
     )
-    tensors = model_files.llama_tensors(builtin.random_llama(config, seed=1), config)
+    tensors = model_files.llama_tensors(random_weights.drawn(config, seed=1), config)
     if factors is not None:
         tensors["rope_freqs.weight"] = (np.array(factors, np.float32), "F32")
     fields = model_files.llama_fields(config)

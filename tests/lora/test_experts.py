@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from purelora.config import checks, command_line, schema
-from purelora.core import errors, param_info, trees
+from purelora.core import errors, trees
 from purelora.lora import adapters as lora
-from purelora.models import stacks
+from purelora.models import blocks, stacks
 from purelora.training import plan_report, planning
 from tests.support import families, tiny
 from tests.support.expert_adapters import EXPERTS, lora_masked
@@ -203,12 +203,15 @@ def test_matrices_that_would_be_missed_are_an_error(monkeypatch):
     assert "experts" not in described(int8, target_modules="attention").rpartition("(")[2]
     assert "gate_proj" in described(asked, target_modules="attention")
 
-    def declared(*args, **kwargs):
-        leaf = param_info.ParamInfo(*args, **kwargs)
-        is_missed = leaf.has_experts and leaf.shape[-1] == 48
-        return dataclasses.replace(leaf, contracting=None) if is_missed else leaf
+    declared = blocks.experts_infos
 
-    monkeypatch.setattr("purelora.models.blocks.ParamInfo", declared)
+    def missed(*args):
+        flat = trees.flatten(declared(*args))
+        vectors = {path: dataclasses.replace(leaf, contracting=None)
+                   for path, leaf in flat.items() if leaf.shape[-1] == 48}  # fmt: skip
+        return trees.unflatten({**flat, **vectors})
+
+    monkeypatch.setattr(blocks, "experts_infos", missed)
     message = (
         r"qtype = 'int8': quantises 41.2% of the layers' matrices; "
         r"layers.mlp.experts.gate_proj, layers.mlp.experts.up_proj would stay as they are"

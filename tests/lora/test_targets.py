@@ -210,7 +210,7 @@ def test_dora_factor_gives_each_column_its_magnitude():
     w, a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((6, 4), (6, 2), (2, 4)))
     magnitude = jnp.asarray([1.0, 2.0, 3.0, 4.0])
     adapter = (a, b, jnp.float32(0.5))
-    total = parallel.WHOLE.collect
+    total = parallel.WHOLE.reduce_from
     factor = dora.dora_factor(w, -2, adapter, magnitude, total)
     direction = np.asarray(w + 0.5 * a @ b)
     np.testing.assert_allclose(

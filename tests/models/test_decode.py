@@ -14,8 +14,9 @@ from purelora.core import errors, param_info, trees
 from purelora.core.batch import Inputs
 from purelora.inference import generation
 from purelora.interop import builtin
-from purelora.models import causal_lm, decode, sampling
+from purelora.models import causal_lm, decode, kv_cache, sampling
 from purelora.sharding import specs
+from purelora.weights import random_weights
 from purelora.weights import tokenizer as tokenizer_lib
 from tests.support import tiny
 
@@ -144,7 +145,7 @@ def test_the_cache_is_written_in_place():
     m = tiny.model(num_hidden_layers=16)
     base, slots = tiny.weights(m), 2048
     static = decode._Static(m, sampling.GREEDY, np.dtype("float32"))
-    cache = m.empty_cache(2, slots, jnp.float32)
+    cache = kv_cache.empty(m.config, 2, slots, jnp.float32)
     state = decode._Rows(
         jnp.ones(2, jnp.int32),
         jnp.ones(2, jnp.int32),
@@ -274,7 +275,7 @@ def test_greedy_equals_transformers_for_uneven_prompts():
     model = causal_lm.from_hf(opened.source.config, "tiny", dtype="float32")
     arrays = {
         name: 8 * array if array.ndim == 2 else array  # Spread, so that no two logits tie.
-        for name, array in builtin.random_llama(opened.source.config, 1).items()
+        for name, array in random_weights.drawn(opened.source.config, seed=1).items()
     }
     flat = {}
     for path, names in model.hf_names.items():

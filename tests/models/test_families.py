@@ -14,7 +14,7 @@ from purelora.core import errors, trees
 from purelora.core.batch import Inputs
 from purelora.interop.peft import adapter_sources, attach, record, unroll
 from purelora.interop.peft import files as peft_files
-from purelora.models import causal_lm, hf_config
+from purelora.models import causal_lm, hf_config, kv_cache
 from tests.support import (
     families,
     loaded_models,
@@ -132,9 +132,13 @@ def test_cache_is_the_whole_sequence(name):
             bound
         )
     )
-    run = jax.jit(lambda b, t, p, c: m.hidden_cached(b, t, p, c, dtype=jnp.float32))
+    run = jax.jit(
+        lambda b, t, p, c: kv_cache.hidden(m.family, m.config, b, t, p, c, dtype=jnp.float32)
+    )
     place = jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
-    got, cache = run(bound, tokens[:, :6], place[:, :6], m.empty_cache(2, 16, jnp.float32))
+    got, cache = run(
+        bound, tokens[:, :6], place[:, :6], kv_cache.empty(m.config, 2, 16, jnp.float32)
+    )
     np.testing.assert_allclose(got, want[:, :6], rtol=0, atol=1e-5)
     starts = np.array([6, 4])  # Row 1 was only 4 long.
     for offset in range(5):

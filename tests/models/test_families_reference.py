@@ -14,7 +14,7 @@ from purelora.formats import safetensors_file
 from purelora.interop import open_model
 from purelora.interop.peft import adapter_sources, attach, record, unroll
 from purelora.interop.peft import files as peft_files
-from purelora.models import causal_lm, decode, moe
+from purelora.models import decode, moe, objective
 from purelora.sharding import parallel
 from purelora.weights import hf_folder, hf_write
 from tests.support import reference_models, tiny
@@ -145,10 +145,11 @@ def test_loss_and_gradients_of_peft(made, tmp_path):
     inputs = tiny.inputs(tokens[:, :-1])
     weights = jnp.ones(inputs.tokens_BT.shape, jnp.float32)
     batch = Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
-    how = causal_lm.Execution(jnp.float32, True, False, 16)
+    how = objective.Execution(jnp.float32, True, False, 16)
 
     def loss(trainable):
-        total = attached.model.losses(
+        total = objective.losses(
+            attached.model,
             trainable,
             made.base,
             batch,
@@ -181,8 +182,8 @@ def test_load_balancing_loss_of_transformers(made):
     inputs = tiny.inputs(tokens[:, :-1])._replace(segment_ids_BT=jnp.asarray(mask))
     weights = jnp.asarray(mask, jnp.float32)
     batch = Batch(inputs.tokens_BT, jnp.asarray(tokens[:, 1:]), weights, *inputs[:0:-1])
-    how = causal_lm.Execution(jnp.float32, True, False, 16)
-    forward = causal_lm.make_forward(
+    how = objective.Execution(jnp.float32, True, False, 16)
+    forward = objective.make_forward(
         made.model, how, parallel.NO_SHARDS, 0.0, moe.RouterLossWeights(0.7, 0.0, is_pooled=True)
     )
     rows = {"rows_B": jnp.arange(2), "row_weight": weights.sum() / 2}

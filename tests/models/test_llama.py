@@ -9,7 +9,7 @@ import pytest
 from purelora.core import errors, trees
 from purelora.core.batch import Batch, Inputs
 from purelora.interop import builtin
-from purelora.models import causal_lm
+from purelora.models import causal_lm, kv_cache, objective
 from purelora.sharding import parallel
 from tests.support import plain, tiny
 
@@ -208,11 +208,12 @@ def test_packed_loss_is_the_sum_of_the_records(adapted):
     targets = jnp.array([[2, 3, 0, 5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 0, 0, 0, 0, 0]])
     weights = (targets > 0).astype(jnp.float32)
     batch = Batch(PACKED.tokens_BT, targets, weights, *PACKED[:0:-1])
-    run = causal_lm.Execution(jnp.float32, True, False, 4)
+    run = objective.Execution(jnp.float32, True, False, 4)
 
     def loss(w):
         one = batch._replace(weights=w)
-        return m.losses(
+        return objective.losses(
+            m,
             trainable,
             base,
             one,
@@ -253,10 +254,12 @@ def test_cache_is_the_whole_sequence(adapted):
 
     @jax.jit
     def run(chunk, positions, cache):
-        return m.hidden_cached(bound, chunk, positions, cache, dtype=jnp.float32)
+        return kv_cache.hidden(
+            m.family, m.config, bound, chunk, positions, cache, dtype=jnp.float32
+        )
 
     place = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    empty = m.empty_cache(2, 12, jnp.float32)
+    empty = kv_cache.empty(m.config, 2, 12, jnp.float32)
     got, cache = run(tokens[:, :6], place[:, :6], empty)
     np.testing.assert_allclose(got, want[:, :6], rtol=0, atol=1e-5)
     # Row 0 goes on at position 6; row 1 was only 4 long, so its next position is 4.

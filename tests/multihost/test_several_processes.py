@@ -27,6 +27,7 @@ from purelora.formats import source
 from purelora.interop import builtin
 from purelora.models import causal_lm
 from purelora.multihost import failure_detection, runtime
+from purelora.weights import random_weights
 from tests.support import expert_files, tiny
 from tests.support.runs import PATIENCE_SECS, REPO, TINY, records
 
@@ -246,7 +247,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     }
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(builtin.random_llama(config, seed=0), path / "model.safetensors")
+    safetensors.numpy.save_file(random_weights.drawn(config, seed=0), path / "model.safetensors")
     _add_experts(path)
     return path
 

@@ -74,6 +74,8 @@ TABLES: Mapping[str, Stays] = {
     "interop/test_peft_convert.py::test_round_trip_through_a_peft_folder_is_bit_equal": 3,
     "interop/test_peft_experts.py::test_out_and_in_changes_no_bit": 2,
     "lora/test_experts.py::test_no_layer_is_left_out_of_a_word": 3,
+    "models/test_decode.py::test_bfloat16_and_quantised_bases_generate": (),
+    "models/test_decode.py::test_draws_of_a_row_depend_on_the_seed_and_its_number_alone": (),
     "models/test_families.py::test_logits_of_the_plain_model": 2,
     "models/test_families.py::test_cache_is_the_whole_sequence": 2,
     "models/test_moe.py::test_products_and_gradients_are_those_of_each_row_by_itself": 7,

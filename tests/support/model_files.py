@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.numpy
 
 from purelora.interop import builtin
+from purelora.weights import random_weights
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -163,7 +164,7 @@ def write_tiny_gguf(path: Any, **changes: Any) -> dict[str, np.ndarray]:
     Keys of `changes` have `__` for `.`; a value of None leaves the key out.
     """
     config = tiny_config(vocab_size=GGUF_VOCAB)
-    arrays = builtin.random_llama(config, seed=1)
+    arrays = random_weights.drawn(config, seed=1)
     fields = llama_fields(config) | tokenizer_fields()
     fields |= {key.replace("__", "."): value for key, value in changes.items()}
     write_gguf(path, fields, llama_tensors(arrays, config))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from purelora.config import schema
 from purelora.core import param_info, train_state, trees
 from purelora.core.batch import Batch, Inputs
-from purelora.models import causal_lm, moe
+from purelora.models import causal_lm, moe, objective
 from purelora.ops import quant
 from purelora.sharding import collectives, rules, specs
 from purelora.training import optimisers, step
@@ -292,9 +292,9 @@ def trainer(case: Case) -> Trainer:
     layout = step.Layout(on, train_specs, base_specs, state_specs)
     together = trees.combine(base_specs, train_specs)
     shards = collectives.shards(together, m.flat_infos, keep_gathered=case.keep_gathered)
-    execution = causal_lm.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
+    execution = objective.Execution(jnp.dtype(case.dtype), case.scan, case.remat, 40)
     traces: list[str] = []
-    made = causal_lm.make_forward(m, execution, shards, case.dropout, case.router)
+    made = objective.make_forward(m, execution, shards, case.dropout, case.router)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         traces.append(str(case))

@@ -11,8 +11,7 @@ import safetensors.numpy
 
 from purelora.core import errors
 from purelora.formats import source
-from purelora.interop import builtin
-from purelora.weights import hf_folder
+from purelora.weights import hf_folder, random_weights
 from tests.support import model_files
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
@@ -21,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def arrays():
-    return builtin.random_llama(model_files.tiny_config(), seed=3)
+    return random_weights.drawn(model_files.tiny_config(), seed=3)
 
 
 @pytest.fixture

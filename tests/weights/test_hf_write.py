@@ -18,7 +18,7 @@ from purelora.interop import builtin
 from purelora.interop.gguf import read as gguf_read
 from purelora.interop.gguf import tokenizer_read, tokenizer_write
 from purelora.interop.gguf import write as gguf_write
-from purelora.weights import hf_folder, hf_tokenizer, hf_write, tokenizer
+from purelora.weights import hf_folder, hf_tokenizer, hf_write, random_weights, tokenizer
 from tests.support import model_files
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -38,7 +38,7 @@ def config():
 
 @pytest.fixture
 def arrays(config):
-    return builtin.random_llama(config, seed=3)
+    return random_weights.drawn(config, seed=3)
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def write_gguf(path, config, tensors, element_type="f32", fields=None):
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf_in_float32_is_read_back(tmp_path, config, dtype, tied):
     config |= {"tie_word_embeddings": tied}
-    arrays = cast(builtin.random_llama(config, seed=4), DTYPES[dtype])
+    arrays = cast(random_weights.drawn(config, seed=4), DTYPES[dtype])
     found = write_gguf(tmp_path / "a.gguf", config, specs(arrays))
     assert_holds(found, cast(arrays, np.float32))
     read = {key: found.config[key] for key in config}
@@ -379,7 +379,7 @@ SCALINGS = {
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_gguf_rope_scaling(tmp_path, config, name, spelling):
     config |= {"rope_theta": 500000.0, "head_dim": 64, "hidden_size": 256}
-    arrays = builtin.random_llama(config, seed=0)
+    arrays = random_weights.drawn(config, seed=0)
     if spelling == "rope_parameters":
         config[spelling] = SCALINGS[name] | {"rope_theta": config.pop("rope_theta")}
     else:
@@ -429,7 +429,7 @@ def test_gguf_tensors_without_a_place(tmp_path, config, arrays):
 
 def test_gguf_blocks_must_divide_rows(tmp_path, config):
     config |= {"intermediate_size": 72}
-    arrays = builtin.random_llama(config, seed=0)
+    arrays = random_weights.drawn(config, seed=0)
     with pytest.raises(errors.ModelError, match="down_proj.*blocks of 32; use another element"):
         write_gguf(tmp_path / "a.gguf", config, specs(arrays), "q8_0")
 
@@ -462,7 +462,7 @@ def test_gguf_existing_file_stays(tmp_path, config, arrays):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf_head_and_tying_must_agree(tmp_path, config, tied):
-    arrays = builtin.random_llama(config | {"tie_word_embeddings": not tied}, seed=0)
+    arrays = random_weights.drawn(config | {"tie_word_embeddings": not tied}, seed=0)
     with pytest.raises(ValueError, match="output head of its own, or tie_word_embeddings"):
         write_gguf(tmp_path / "a.gguf", config | {"tie_word_embeddings": tied}, specs(arrays))
 
@@ -611,7 +611,7 @@ def test_transformers_loads_the_folder(tmp_path, config, made, tied, shard_bytes
     import transformers
 
     config |= {"tie_word_embeddings": tied}
-    arrays = builtin.random_llama(config, seed=5)
+    arrays = random_weights.drawn(config, seed=5)
     folder = str(tmp_path / "a")
     companions = hf_write.tokenizer_files(made)
     hf_write.write_folder(
@@ -643,7 +643,7 @@ def test_transformers_loads_the_gguf_file(tmp_path, config, made, kind):
     import transformers
 
     config |= {"tie_word_embeddings": False}
-    arrays = builtin.random_llama(config, seed=5)
+    arrays = random_weights.drawn(config, seed=5)
     fields = tokenizer_write.fields_of("a", made, config["vocab_size"])
     found = write_gguf(tmp_path / "a.gguf", config, specs(arrays), kind, fields)
     rounded = {name: found.read(name).array.astype(np.float32) for name in arrays}

@@ -18,14 +18,14 @@ from purelora.interop.gguf import read as gguf_read
 from purelora.models import causal_lm
 from purelora.ops import quant
 from purelora.sharding import specs
-from purelora.weights import hf_folder
+from purelora.weights import hf_folder, random_weights
 from purelora.weights import load as weights_load
 from tests.support import model_files, peak_memory
 
 
 def tiny_arrays(tied: bool = True) -> tuple[dict, dict[str, np.ndarray]]:
     config = {**builtin.tiny().source.config, "tie_word_embeddings": tied}
-    arrays = builtin.random_llama(config, seed=0)
+    arrays = random_weights.drawn(config, seed=0)
     if not tied and "lm_head.weight" not in arrays:
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"][::-1].copy()
     return config, arrays
@@ -186,7 +186,7 @@ def test_memory_peaks_at_the_base_and_one_tensor(tmp_path, qtype, bits):
         "num_key_value_heads": 16,
         "head_dim": 64,
     }
-    arrays = builtin.random_llama(config, seed=0)
+    arrays = random_weights.drawn(config, seed=0)
     (tmp_path / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     on_disk = (tmp_path / "model.safetensors").stat().st_size

@@ -115,5 +115,5 @@ def _layer(patterns: tuple[str, ...], module: str) -> int | None:
     if not patterns:
         return targets.layer_number(module)
     tries = [re.match(NAMED_LAYER.format(pattern), module) for pattern in patterns]
-    found = next((match for match in tries if match), None)
-    return int(found[found.re.groups]) if found else None
+    match = next((match for match in tries if match), None)
+    return int(match[match.re.groups]) if match else None

@@ -74,11 +74,11 @@ def read(path: str, *, interleaved: bool | None = None) -> Adapter:
         key_problems += expert_problems
     if config is not None and config.ensure_weight_tying:
         modules, tied_notes = tied.without_tied(modules)
-    found = [*problems, *key_problems, *peft_checks.tensor_problems(weights.path, modules)]
+    all_problems = [*problems, *key_problems, *peft_checks.tensor_problems(weights.path, modules)]
     if config is not None:
-        found += peft_checks.fit_problems(config_file, config, modules)
-    if config is None or found:
-        raise errors.ModelError.of(errors.first(found, path))
+        all_problems += peft_checks.fit_problems(config_file, config, modules)
+    if config is None or all_problems:
+        raise errors.ModelError.of(errors.first(all_problems, path))
     fingerprint = _own_metadata(weights).get("base_fingerprint")
     notes += (*keys.notes(prefix, weights.entries), *_tensor_notes(config, modules), *tied_notes)
     if fingerprint is None:
@@ -190,10 +190,10 @@ def write(
     saved = tuple(sorted(m for m, tensors in adapter.modules.items() if "weight" in tensors))
     _check_written(folder, adapter)
     config = dataclasses.replace(adapter.config, modules_to_save=saved)
-    config, found, joined, _ = experts_write.to_file(
+    config, in_file, joined, _ = experts_write.to_file(
         folder, config, adapter.modules, interleaved=adapter.interleaved
     )
-    modules = dict(found)
+    modules = dict(in_file)
     embedding = tied.last(modules, targets.EMBEDDING)
     if config.ensure_weight_tying and embedding is not None:
         head = tied.head_name(embedding)

@@ -52,7 +52,11 @@ class DoRA(lora.LoRA):
         weight = jax.lax.stop_gradient(module.gather(module.weight))
         adapter = bound["lora_a"], bound["lora_b"], scaling
         factor = dora_factor(
-            weight, module.contracting, adapter, bound["lora_magnitude"], module.parallel.collect
+            weight,
+            module.contracting,
+            adapter,
+            bound["lora_magnitude"],
+            module.parallel.reduce_from,
         )
         # Layers of the stack without an adapter have a scaling of 0 and stay as they are.
         factor = jnp.where(scaling > 0, factor, 1.0).astype(y.dtype)

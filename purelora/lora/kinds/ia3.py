@@ -77,8 +77,8 @@ class IA3(base.Kind):
 
     def bias(self, bound: base.Bound, bias: jax.Array, module: base.BoundModule) -> jax.Array:
         # Devices that have other inputs each add their share, so that gradients are shares too.
-        share = module.parallel.ways if module.parallel.splits == "inputs" else 1
-        return module.parallel.collect(_scaled(bound, "ia3_outputs", bias / share))
+        share = module.parallel.axis_size if module.parallel.style == "row" else 1
+        return module.parallel.reduce_from(_scaled(bound, "ia3_outputs", bias / share))
 
     def peft_leaves(self, target: Target) -> dict[str, base.Leaf]:
         layout: base.Layout = "row" if target.variant == INPUTS else "column"

@@ -11,6 +11,7 @@ layers.mlp.experts.up_proj.weight         ─▶ layers.mlp.experts.up_proj.lora
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,6 +157,8 @@ def delta(x: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scaling: jax.Array
       lora_b: `[r, N]`.
       scaling: float32 scalar.
     """
+    chex.assert_rank([lora_a, lora_b, scaling], [2, 2, 0])
+    chex.assert_equal(lora_a.shape, (x.shape[-1], lora_b.shape[0]))
     return _delta_fwd(x, lora_a, lora_b, scaling)[0]
 
 

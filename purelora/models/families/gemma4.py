@@ -104,7 +104,7 @@ def _attention(
     cfg: Config,
     dropout: layers.Dropout | None,
 ) -> tuple[jax.Array, Any]:
-    x_BTD = attn["q_proj"].parallel.spread(x_BTD)
+    x_BTD = attn["q_proj"].parallel.copy_to(x_BTD)
 
     def heads(name: str) -> jax.Array:
         joined = layers.linear(x_BTD, attn[name], dropout)
@@ -139,9 +139,9 @@ def _experts(
     asked = layers.unit_norm(x_BTD, cfg.rms_norm_eps) * scale_D.reshape(1, 1, -1)
     routing, sums = moe.route(asked, router["proj"], context.is_token_BT, cfg.experts, dropout)
     scale_E = _vector(router["per_expert_scale"], jnp.dtype("float32"))
-    # The number of padding, E, is clipped: its factors are never used.
+    # The number of padding, E, is clipped: its weights are never used.
     own_BTK = scale_E.at[routing.ids_BTK].get(mode="clip")
-    routing = routing._replace(factors_BTK=routing.factors_BTK * own_BTK)
+    routing = routing._replace(weights_BTK=routing.weights_BTK * own_BTK)
     inner = blocks.normed(x_BTD, layer["pre_feedforward_layernorm_2"], cfg)
     gated = functools.partial(layers.gated, activation=blocks.ACTIVATIONS[cfg.hidden_act])
     out_BTD = moe.experts(inner, layer["experts"], routing, gated, cfg.experts)

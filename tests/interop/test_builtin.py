@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-import importlib.util
+import importlib.machinery
 import os
 import sys
 import threading
@@ -97,7 +97,7 @@ def test_failed_fetch_leaves_nothing(item, tmp_path, field, value, message):
 
 
 def test_without_pip(item, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *name: None)
     with pytest.raises(errors.ModelError, match="this Python has no pip; run python -m ensurepip"):
         pip_download.cached(item, str(tmp_path / "cache"))
 

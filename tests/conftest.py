@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -52,3 +53,11 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def fully_compiled() -> Iterator[None]:
+    """With all of XLA's optimisations, as users run it: for bounds that are a few roundings wide."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

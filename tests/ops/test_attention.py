@@ -8,16 +8,9 @@ import pytest
 
 from purelora.ops import attention
 
+pytestmark = pytest.mark.usefixtures("fully_compiled")
 LENGTH = 13
 SEGMENTS = jnp.array([[1] * 6 + [2] * 5 + [0] * 2, [1] * 13])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _full_compiles():
-    """With all of XLA's optimisations, as users run it: these bounds are a few roundings wide."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def arrays(length: int = LENGTH):

@@ -47,6 +47,7 @@ VARIANTS = {
 }
 
 pytestmark = [
+    pytest.mark.usefixtures("fully_compiled"),
     pytest.mark.reference,
     pytest.mark.download,
     pytest.mark.filterwarnings("default"),

@@ -57,7 +57,7 @@ def key() -> jax.Array:
 
 @pytest.fixture(scope="module")
 def fully_compiled() -> Iterator[None]:
-    """With all of XLA's optimisations, as users run it: for bounds that are a few roundings wide."""
+    """With all of XLA's optimisations, as users run it: for bounds of a few roundings."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

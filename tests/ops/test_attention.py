@@ -107,7 +107,8 @@ def test_a_traced_kind_chooses_the_window():
 
     traced = jax.jit(run)
     for kind in range(3):
-        chex.assert_trees_all_close(traced(jnp.int32(kind)), run(kind), rtol=0, atol=1e-6)
+        # Compiled whole against one operation at a time: roundings differ by 2e-6 on one processor.
+        chex.assert_trees_all_close(traced(jnp.int32(kind)), run(kind), rtol=0, atol=5e-6)
 
 
 def test_keys_outside_of_the_window_are_not_worked_on(monkeypatch):
